@@ -1,0 +1,76 @@
+"""Settings of a pool, with the reason beside each default. Every queue and every wait has a limit."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvdepot.errors import ConfigError
+from kvdepot.units import MIB, parse_bytes
+
+__all__ = ["PoolConfig"]
+
+_Positive = Annotated[int, msgspec.Meta(gt=0)]
+
+
+class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one process uses a pool. Capacity and floors are per root and hold for all processes."""
+
+    #: one URL per root; blocks are striped over the roots
+    urls: tuple[str, ...]
+    #: bytes of all segments of a root; None: what pool.json says, at first half of the free space
+    capacity_bytes: int | None = None
+    #: free space to leave to others; None: 5% of the file system, at most 10 GiB
+    free_bytes_min: int | None = None
+    #: free inodes to leave to others; None: 1% of the file system's, at most 1,000
+    free_inodes_min: int | None = None
+    #: a segment is published at this size; large enough that metadata calls vanish, small enough
+    #: that eviction by whole segments stays fine-grained
+    segment_bytes: _Positive = 64 * MIB
+    #: ... or at this age, so that other instances see new blocks about a second later
+    segment_age_s: float = 1.0
+    #: stores waiting or being written; more are dropped, because a lost store is only a future miss
+    write_queue_bytes: _Positive = 256 * MIB
+    write_threads: _Positive = 2
+    read_threads: _Positive = 6
+    #: one read call; on the machines measured, smaller units lose bandwidth, larger ones parallelism
+    read_unit_bytes: _Positive = 4 * MIB
+    #: bytes of reads in flight per root, over all requests
+    read_budget_bytes: _Positive = 32 * MIB
+    #: how often other writers' segments are looked for
+    discover_interval_s: float = 0.5
+    #: silence after which a writer on another host counts as dead; same-host death is seen at once
+    lease_s: float = 30.0
+    #: O_DIRECT: ``auto`` probes the real root and falls back to buffered I/O
+    direct: Literal["auto", "on", "off"] = "auto"
+    #: no writes at all: no stores, no leases, no cleaning
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise ConfigError("a pool needs at least one URL")
+        if len(set(self.urls)) != len(self.urls):
+            raise ConfigError(f"the same root is given twice: {', '.join(self.urls)}")
+        for name in ("capacity_bytes", "free_bytes_min", "free_inodes_min"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} cannot be negative: {value}")
+        for name in ("segment_age_s", "discover_interval_s", "lease_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive: {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, *urls: str, capacity: str | int | None = None, **settings: object) -> PoolConfig:
+        """Build a config from URLs, with the capacity as a size such as ``"64GiB"``.
+
+        Raises:
+            ConfigError: an unknown setting, a wrong type, or a value out of range.
+        """
+        fields = dict(settings, urls=urls)
+        if capacity is not None:
+            fields["capacity_bytes"] = parse_bytes(capacity)
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"pool settings: {error}") from error

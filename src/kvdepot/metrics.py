@@ -1,0 +1,64 @@
+"""Counters of one process, and the one table that names them.
+
+Names follow Prometheus: base units, a unit in the name, ``_total`` on what only grows. A name that is
+not in the table is a bug and raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = ["METRICS", "Counters"]
+
+#: name -> help text
+METRICS: Mapping[str, str] = MappingProxyType(
+    {
+        "lookup_blocks_total": "blocks asked for in lookups",
+        "lookup_hit_blocks_total": "blocks that lookups found",
+        "load_blocks_total": "blocks loaded and verified",
+        "load_bytes_total": "payload bytes loaded and verified",
+        "load_reads_total": "read calls to storage",
+        "load_missing_blocks_total": "blocks gone between lookup and load",
+        "load_failed_blocks_total": "blocks whose read gave an error",
+        "load_late_blocks_total": "blocks that arrived after their deadline or were not begun by then",
+        "corrupt_blocks_total": "blocks whose bytes did not verify",
+        "corrupt_segments_total": "segments whose header, footer or trailer did not verify",
+        "lost_segments_total": "segments that were gone when they were to be read",
+        "store_blocks_total": "blocks written",
+        "store_bytes_total": "payload bytes written",
+        "store_present_blocks_total": "blocks not written because they were present or on their way",
+        "store_cancelled_blocks_total": "blocks whose store was taken back",
+        "dropped_queue_full_total": "blocks not stored because the write queue was full",
+        "dropped_pool_full_total": "blocks not stored because capacity, space or inodes were used up",
+        "dropped_error_total": "blocks not stored because the storage gave an error",
+        "dropped_too_large_total": "blocks not stored because they do not fit into a segment",
+        "dropped_read_only_total": "blocks not stored because the pool is opened read-only",
+        "dropped_closed_total": "blocks not stored because the tier was closed",
+        "segments_published_total": "segments made visible",
+        "segments_abandoned_total": "segments given up before they were visible",
+        "segments_evicted_total": "segments removed to make room",
+        "segment_bytes_evicted_total": "bytes of segments removed to make room",
+        "leftovers_swept_total": "files of dead writers removed",
+        "discovered_segments_total": "segments of other writers taken into the index",
+    }
+)
+
+
+class Counters:
+    """Thread-safe counters over `METRICS`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values = dict.fromkeys(METRICS, 0)
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Add to one counter. Raises KeyError for a name that is not in the table."""
+        with self._lock:
+            self._values[name] += count
+
+    def snapshot(self) -> dict[str, int]:
+        """All counters now."""
+        with self._lock:
+            return dict(self._values)

@@ -1,0 +1,417 @@
+"""The pool as a tier: segments under one or several roots, shared by all processes that open them.
+
+Threads of a tier: readers and writers per root, and one that keeps house (shows life, discovers other
+writers' segments, notes uses, makes room). The verbs only look at memory and enqueue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from kvdepot.clock import Clock, SystemClock
+from kvdepot.config import PoolConfig
+from kvdepot.errors import FormatError, KvdepotError, PoolError
+from kvdepot.identity import Identity
+from kvdepot.io.buffers import ALIGNMENT
+from kvdepot.io.disk import Disk
+from kvdepot.io.localdisk import LocalDisk
+from kvdepot.keys import BlockKey
+from kvdepot.metrics import Counters
+from kvdepot.pool.catalog import SegmentEntry
+from kvdepot.pool.index import BlockIndex
+from kvdepot.pool.reader import PlannedBlock, Reader
+from kvdepot.pool.root import Root
+from kvdepot.pool.segment import Records
+from kvdepot.pool.segments import OpenFiles, Segment, read_records
+from kvdepot.pool.writer import Writer, block_bytes_max
+from kvdepot.tiers import Job, Outcome, Read, TierLimits, TierUsage, Write
+from kvdepot.units import format_bytes
+from kvdepot.urls import distinct_roots
+
+__all__ = ["PoolTier"]
+
+log = logging.getLogger(__name__)
+
+#: how long opening waits for the index; what is left is read while serving
+_INDEX_WAIT_S = 5.0
+_OPEN_FILES_MAX = 256
+#: touches wait for the housekeeping thread; the oldest are forgotten beyond this
+_TOUCHES_MAX = 1024
+
+
+class PoolTier:
+    """`Tier` over a pool. Open with `PoolTier.open`; close it, or use it as a context manager."""
+
+    name = "disk"
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        identity: Identity,
+        disks: Sequence[Disk],
+        *,
+        clock: Clock,
+        counters: Counters,
+        has_threads: bool,
+    ) -> None:
+        self.counters = counters
+        self.identity = identity
+        self._config = config
+        self._clock = clock
+        self._digest = identity.digest()
+        self._index = BlockIndex()
+        self._files = OpenFiles(self._digest, _OPEN_FILES_MAX)
+        self._table = _SegmentTable(self)
+        self._touches: deque[Sequence[BlockKey]] = deque(maxlen=_TOUCHES_MAX)
+        self._is_closed = False
+        self._stop = threading.Event()
+        self.roots: list[Root] = []
+        try:
+            for disk in disks:
+                root = Root(
+                    disk, config, identity, clock=clock, counters=counters, listener=self._table
+                )
+                self.roots.append(root)
+                root.start(index_s=_INDEX_WAIT_S)
+        except BaseException:
+            for root in self.roots:
+                root.close()
+            raise
+        self._reader = Reader(
+            self._index,
+            self._table,
+            self._files,
+            counters,
+            self._digest,
+            roots=len(self.roots),
+            threads=config.read_threads if has_threads else 0,
+            unit_bytes=config.read_unit_bytes,
+            budget_bytes=config.read_budget_bytes,
+        )
+        self._writer = Writer(
+            self.roots,
+            counters,
+            clock,
+            self._digest,
+            self._table.published,
+            threads=config.write_threads if has_threads and not config.read_only else 0,
+            unit_bytes=config.read_unit_bytes,
+            queue_bytes_max=config.write_queue_bytes,
+            segment_age_s=config.segment_age_s,
+        )
+        self.limits = TierLimits(
+            block_bytes_max=min(block_bytes_max(root.segment_bytes) for root in self.roots),
+            store_bytes_max=config.write_queue_bytes,
+            alignment_bytes=ALIGNMENT,
+            is_persistent=True,
+            is_shared=True,
+        )
+        self._housekeeper: threading.Thread | None = None
+        if has_threads:
+            self._housekeeper = threading.Thread(
+                target=self._keep_house, name="kvdepot-house", daemon=True
+            )
+            self._housekeeper.start()
+
+    @classmethod
+    def open(
+        cls,
+        config: PoolConfig,
+        identity: Identity,
+        *,
+        clock: Clock | None = None,
+        counters: Counters | None = None,
+        disks: Sequence[Disk] | None = None,
+        has_threads: bool = True,
+    ) -> PoolTier:
+        """Open a pool for one identity, making it where it does not exist. Blocks on file calls.
+
+        Args:
+            config: URLs, limits and sizes.
+            identity: names the namespace; checked field by field against what is stored.
+            clock: for tests that own the time.
+            counters: shared with the caller; fresh ones otherwise.
+            disks: one per URL, for tests that own the storage.
+            has_threads: without, `run_pending` and `tick` do all work on the caller's thread.
+
+        Raises:
+            PoolUrlError, ConfigError: settings.
+            IdentityUnknown, IdentityMismatch: sharing would be unsafe.
+            UnknownVersion, FormatError: the folder holds another format, or is damaged.
+            PoolDenied, PoolFull, PoolUnavailable: as the storage answers.
+        """
+        identity.digest()  # an undetermined identity fails before anything is made
+        urls = distinct_roots(config.urls)
+        if disks is None:
+            disks = [
+                LocalDisk(url.path, direct=config.direct, is_read_only=config.read_only)
+                for url in urls
+            ]
+        tier = cls(
+            config,
+            identity,
+            disks,
+            clock=clock or SystemClock(),
+            counters=counters or Counters(),
+            has_threads=has_threads,
+        )
+        for root in tier.roots:
+            log.info(
+                "pool root %s: %s of %s used, %d blocks of this model, %s I/O",
+                root.disk.place,
+                format_bytes(root.used_bytes()),
+                format_bytes(root.limits.capacity_bytes),
+                len(tier._index),
+                "direct" if root.disk.is_direct else "buffered",
+            )
+        return tier
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # the verbs
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        found = self._index.prefix(keys)
+        self.counters.add("lookup_blocks_total", len(keys))
+        self.counters.add("lookup_hit_blocks_total", found)
+        return found
+
+    def load(self, reads: Sequence[Read], *, deadline_s: float | None = None) -> Job:
+        job = Job([read.key for read in reads], deadline_s=deadline_s, clock=self._clock)
+        if reads:
+            self._reader.submit(job, reads)
+        return job
+
+    def store(self, writes: Sequence[Write]) -> Job:
+        job = Job([write.key for write in writes], clock=self._clock)
+        if not writes:
+            return job
+        reason = (
+            "dropped_closed_total"
+            if self._is_closed
+            else "dropped_read_only_total"
+            if self._config.read_only
+            else ""
+        )
+        if reason:
+            job.resolve_all(Outcome.DROPPED)
+            self.counters.add(reason, len(writes))
+            return job
+        wanted: list[int] = []
+        present = 0
+        for index, is_present in enumerate(self._index.contains(job.keys)):
+            if is_present:
+                job.resolve(index, Outcome.DONE)
+                present += 1
+            elif not 0 < writes[index].data.nbytes <= self.limits.block_bytes_max:
+                job.resolve(index, Outcome.DROPPED)
+                self.counters.add("dropped_too_large_total")
+            else:
+                wanted.append(index)
+        self.counters.add("store_present_blocks_total", present)
+        self._writer.submit(job, writes, wanted)
+        return job
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        if keys:
+            self._touches.append(keys)
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._writer.drain(timeout_s)
+
+    def usage(self) -> TierUsage:
+        return TierUsage(
+            blocks=len(self._index),
+            used_bytes=sum(root.used_bytes() for root in self.roots),
+            capacity_bytes=sum(root.limits.capacity_bytes for root in self.roots),
+            memory_bytes=self._index.memory_bytes + self._writer.queued_bytes,
+        )
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._writer.close(timeout_s)
+        self._stop.set()
+        self._reader.close(timeout_s)
+        if self._housekeeper is not None:
+            self._housekeeper.join(timeout_s)
+        self._note_touches()
+        self._files.close()
+        for root in self.roots:
+            try:
+                root.close()
+            except PoolError as error:
+                log.warning("%s: not closed cleanly: %s", root.disk.place, error)
+
+    # for tests that own the order of events
+
+    def run_pending(self, *, flush: bool = False) -> None:
+        """Do all reading and writing that is due, on the caller's thread; `flush` seals segments."""
+        while self._reader.run_pending():
+            pass
+        while self._writer.run_pending(flush=flush):
+            pass
+
+    def tick(self) -> None:
+        """What the housekeeping thread does each time. A refusing root does not stop the others."""
+        self._note_touches()
+        for root in self.roots:
+            try:
+                root.tick()
+            except KvdepotError as error:
+                log.warning("%s: housekeeping failed: %s", root.disk.place, error)
+
+    def _note_touches(self) -> None:
+        while self._touches:
+            for location in self._index.locate(self._touches.popleft()):
+                segment = self._table.segment(location.segment_id) if location else None
+                if segment is not None:
+                    segment.root.touch(segment.entry)
+
+    def _keep_house(self) -> None:
+        while not self._stop.wait(self._config.discover_interval_s):
+            try:
+                self.tick()
+            except Exception:
+                log.exception("housekeeping failed")
+
+
+class _SegmentTable:
+    """Segment ids and what is known of each segment. Thread-safe.
+
+    The root's lock, where it is held, is taken before this table's.
+    """
+
+    def __init__(self, tier: PoolTier) -> None:
+        self._tier = tier
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self._segments: dict[int, Segment] = {}
+        self._ids: dict[tuple[int, str], int] = {}
+        self._parents: dict[int, tuple[int, ...]] = {}
+        self._bad: dict[tuple[int, str], SegmentEntry] = {}
+
+    def segment(self, segment_id: int) -> Segment | None:
+        return self._segments.get(segment_id)
+
+    # from the writer
+
+    def published(self, root: Root, entry: SegmentEntry, records: Records) -> None:
+        """This process has made a segment visible."""
+        index = self._tier._index
+        with self._lock:
+            segment_id = self._next_id
+            self._next_id += 1
+            self._segments[segment_id] = Segment(segment_id, root, entry)
+            self._ids[id(root), entry.path] = segment_id
+        index.insert(segment_id, records)
+        parents = self._segments_of_parents(records)
+        with self._lock:
+            is_listed = segment_id in self._segments
+            if is_listed:
+                self._parents[segment_id] = parents
+        if not is_listed:
+            index.remove_segment(segment_id)  # it went while it was taken in
+
+    # from the roots
+
+    def segment_added(self, root: Root, entry: SegmentEntry) -> None:
+        with self._lock:
+            if (id(root), entry.path) in self._ids:
+                return
+        try:
+            records = read_records(root.disk, entry, self._tier._digest)
+        except FormatError as error:
+            self._is_bad(root, entry, error)
+            return
+        except PoolError as error:
+            log.warning("%s cannot be read now: %s", entry.path, error)
+            root.read_again(entry)
+            return
+        if records is not None:
+            self.published(root, entry, records)
+            self._tier.counters.add("discovered_segments_total")
+
+    def segment_removed(self, root: Root, entry: SegmentEntry) -> None:
+        with self._lock:
+            self._bad.pop((id(root), entry.path), None)
+        self._forget(root, entry)
+
+    def parents_of_segments(self, root: Root) -> Mapping[SegmentEntry, list[SegmentEntry]]:
+        with self._lock:
+            return {
+                segment.entry: [
+                    self._segments[parent].entry
+                    for parent in self._parents.get(segment.id, ())
+                    if parent in self._segments and self._segments[parent].root is root
+                ]
+                for segment in self._segments.values()
+                if segment.root is root
+            }
+
+    def bad_segments(self, root: Root) -> list[SegmentEntry]:
+        with self._lock:
+            return [entry for (root_id, _), entry in self._bad.items() if root_id == id(root)]
+
+    # from the reader
+
+    def segment_is_used(self, segment: Segment) -> None:
+        segment.root.touch(segment.entry)
+
+    def block_is_corrupt(self, segment: Segment, block: PlannedBlock) -> None:
+        log.warning(
+            "a block at %d in %s does not verify; it will be computed again",
+            block.location.offset,
+            segment.entry.path,
+        )
+        self._tier._index.forget(block.read.key, block.location)
+
+    def segment_is_corrupt(self, segment: Segment, error: FormatError) -> None:
+        self._is_bad(segment.root, segment.entry, error)
+        self._forget(segment.root, segment.entry)
+
+    def segment_vanished(self, segment: Segment) -> None:
+        self._tier.counters.add("lost_segments_total")
+        segment.root.vanished(segment.entry)
+        self._forget(segment.root, segment.entry)
+
+    def segment_failed(self, segment: Segment, error: PoolError) -> None:
+        log.warning("%s: %s; its blocks count as absent for now", segment.entry.path, error)
+        self._forget(segment.root, segment.entry)
+        segment.root.read_again(segment.entry)
+
+    # below
+
+    def _is_bad(self, root: Root, entry: SegmentEntry, error: FormatError) -> None:
+        with self._lock:
+            if (id(root), entry.path) in self._bad:
+                return
+            self._bad[id(root), entry.path] = entry
+        self._tier.counters.add("corrupt_segments_total")
+        log.warning("%s is not used: %s", entry.path, error)
+
+    def _forget(self, root: Root, entry: SegmentEntry) -> None:
+        with self._lock:
+            segment_id = self._ids.pop((id(root), entry.path), None)
+            if segment_id is None:
+                return
+            self._segments.pop(segment_id, None)
+            self._parents.pop(segment_id, None)
+        self._tier._index.remove_segment(segment_id)
+        self._tier._files.drop(segment_id)
+
+    def _segments_of_parents(self, records: Records) -> tuple[int, ...]:
+        """Ids of the other segments that hold parents of these blocks."""
+        own = {key.tobytes() for key in records["key"]}
+        parents = {key.tobytes() for key in records["parent"]} - own
+        found = self._tier._index.locate([BlockKey(key) for key in sorted(parents)])
+        return tuple({location.segment_id for location in found if location is not None})

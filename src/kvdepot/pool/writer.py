@@ -1,0 +1,493 @@
+"""Writing behind the engine: blocks become segments, in the background and within bounds.
+
+Stores wait in one queue that is bounded in bytes; what does not fit is dropped, because a lost store
+is only a future miss. Write threads take runs of blocks, reserve a place at the end of their root's
+open segment, checksum and write straight from the caller's memory, in parallel. A segment is sealed
+when it is full or a second old: header, footer, one rename. Runs go to the roots in turn (striping).
+
+Ownership: `submit` may be called by any thread and only enqueues. A store's data is read only between
+`Job.hold` and `Job.release`; the footer takes a block in only if its job still wanted it when its
+bytes were written, so nothing of a cancelled store is published.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvdepot.clock import Clock
+from kvdepot.errors import PoolError, PoolFull
+from kvdepot.io.buffers import ALIGNMENT, address_of, aligned_bytes
+from kvdepot.keys import BlockKey
+from kvdepot.metrics import Counters
+from kvdepot.pool.catalog import SegmentEntry
+from kvdepot.pool.root import Reservation, Root
+from kvdepot.pool.segment import (
+    HEADER_BYTES,
+    RECORD,
+    RECORDS_MAX,
+    Records,
+    SegmentStamp,
+    block_checksum,
+    empty_segment_bytes,
+    encode_header,
+    encode_tail,
+    key_words,
+)
+from kvdepot.tiers import Job, Outcome, Write
+from kvdepot.units import round_up
+
+__all__ = ["Writer", "block_bytes_max"]
+
+log = logging.getLogger(__name__)
+
+#: after a root refused, it is left alone for so long; stores go to the other roots or are dropped
+_PAUSE_S = 1.0
+
+
+class _Item(NamedTuple):
+    """One block on its way."""
+
+    job: Job
+    position: int
+    write: Write
+
+    @property
+    def padded_bytes(self) -> int:
+        return round_up(self.write.data.nbytes, ALIGNMENT)
+
+
+class _Placed(NamedTuple):
+    """A block whose place is fixed."""
+
+    item: _Item
+    offset: int
+    checksum: int
+
+
+class _Segment:
+    """A segment that is being filled. Guarded by its root's state lock, except the file's writes."""
+
+    def __init__(self, reservation: Reservation, opened_at_s: float) -> None:
+        self.reservation = reservation
+        self.opened_at_s = opened_at_s
+        self.cursor = HEADER_BYTES
+        self.placed_count = 0
+        self.written: list[_Placed] = []
+        self.writers = 0
+        self.is_sealed = False
+
+    def has_room(self, padded_bytes: int) -> bool:
+        tail = empty_segment_bytes(self.placed_count + 1) - HEADER_BYTES
+        is_within = self.cursor + padded_bytes + tail <= self.reservation.length_bytes
+        return is_within and self.placed_count < RECORDS_MAX
+
+
+class _RootState:
+    """What the write threads know of one root."""
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.lock = threading.Lock()
+        self.open: _Segment | None = None
+        self.paused_until_s = float("-inf")
+
+
+def block_bytes_max(segment_bytes: int) -> int:
+    """The largest block that fits into a segment of that size."""
+    return segment_bytes - empty_segment_bytes(1)
+
+
+class Writer:
+    """The write threads of one tier.
+
+    Args:
+        roots: where segments go, in turn.
+        on_published: called with the root's lock held, once per segment.
+        threads: per root; with 0 nothing runs by itself and `run_pending` does the work, for tests.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Root],
+        counters: Counters,
+        clock: Clock,
+        identity_digest: bytes,
+        on_published: Callable[[Root, SegmentEntry, Records], None],
+        *,
+        threads: int,
+        unit_bytes: int,
+        queue_bytes_max: int,
+        segment_age_s: float,
+    ) -> None:
+        self._states = [_RootState(root) for root in roots]
+        self._counters = counters
+        self._clock = clock
+        self._identity_digest = identity_digest
+        self._on_published = on_published
+        self._unit_bytes = unit_bytes
+        self._queue_bytes_max = queue_bytes_max
+        self._segment_age_s = segment_age_s
+        self._wake = threading.Condition()
+        self._queue: deque[_Item] = deque()
+        self._queued_bytes = 0
+        #: keys that are queued, or written and not yet published
+        self._on_their_way: dict[BlockKey, None] = {}
+        self._is_flushing = False
+        self._is_closed = False
+        self._turn = 0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvdepot-write-{n}", daemon=True)
+            for n in range(threads * len(roots))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of stores that hold their caller's memory."""
+        return self._queued_bytes
+
+    def submit(self, job: Job, writes: Sequence[Write], indices: Sequence[int]) -> None:
+        """Take the blocks at `indices`; what does not fit into the queue is dropped at once."""
+        full = present = 0
+        with self._wake:
+            for index in indices:
+                write = writes[index]
+                if self._is_closed:
+                    job.resolve(index, Outcome.DROPPED)
+                    self._counters.add("dropped_closed_total")
+                elif write.key in self._on_their_way:
+                    job.resolve(index, Outcome.DONE)
+                    present += 1
+                elif self._queued_bytes + write.data.nbytes > self._queue_bytes_max:
+                    job.resolve(index, Outcome.DROPPED)
+                    full += 1
+                else:
+                    self._on_their_way[write.key] = None
+                    self._queued_bytes += write.data.nbytes
+                    self._queue.append(_Item(job, index, write))
+            self._wake.notify_all()
+        self._counters.add("dropped_queue_full_total", full)
+        self._counters.add("store_present_blocks_total", present)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Block until all stores so far are visible or lost; False when time ran out."""
+        give_up_at_s = self._clock.monotonic_s() + timeout_s
+        with self._wake:
+            self._is_flushing = True
+            self._wake.notify_all()
+            try:
+                while self._on_their_way:
+                    left_s = give_up_at_s - self._clock.monotonic_s()
+                    if left_s <= 0:
+                        return False
+                    if not self._threads:
+                        return False  # without threads, `run_pending` must have been called before
+                    self._wake.wait(left_s)
+            finally:
+                self._is_flushing = False
+        return True
+
+    def run_pending(self, *, flush: bool = False) -> bool:
+        """Write one run, or seal what is due, on the caller's thread; say whether anything was done."""
+        with self._wake:
+            batch = self._take()
+        if batch:
+            self._write(batch)
+            return True
+        return self._seal_due(flush=flush)
+
+    def close(self, timeout_s: float) -> None:
+        """Publish what was taken as long as time allows, then stop. Idempotent."""
+        if self._threads:
+            self.drain(timeout_s)
+        with self._wake:
+            self._is_closed = True
+            left, self._queue = list(self._queue), deque()
+            self._wake.notify_all()
+            self._queued_bytes -= sum(item.write.data.nbytes for item in left)
+        self._lose(left, "dropped_closed_total")
+        for thread in self._threads:
+            thread.join(max(timeout_s / len(self._threads), 0.1))
+        for state in self._states:
+            with state.lock:
+                segment, state.open = state.open, None
+            if segment is not None and segment.writers == 0:
+                self._abandon(state, segment)
+
+    # the threads
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                batch = self._take()
+                if not batch:
+                    if self._is_closed:
+                        return
+                    self._wake.wait(0 if self._is_flushing else self._wait_s())
+                    batch = self._take()
+                is_flushing = self._is_flushing and not self._queue
+            try:
+                if batch:
+                    self._write(batch)
+                elif not self._seal_due(flush=is_flushing) and is_flushing:
+                    with self._wake:
+                        # others still write; they notify when they are done
+                        self._wake.wait(0.01)
+            except Exception:
+                log.exception("writing failed")
+
+    def _wait_s(self) -> float | None:
+        """Until the oldest open segment must be sealed."""
+        opened = [state.open.opened_at_s for state in self._states if state.open is not None]
+        if not opened:
+            return None
+        return max(min(opened) + self._segment_age_s - self._clock.monotonic_s(), 0.001)
+
+    def _take(self) -> list[_Item]:
+        """A run of blocks, up to one unit; the lock is held."""
+        batch: list[_Item] = []
+        size = 0
+        while self._queue:
+            size += self._queue[0].padded_bytes
+            if batch and size > self._unit_bytes:
+                break
+            batch.append(self._queue.popleft())
+        return batch
+
+    def _write(self, batch: list[_Item]) -> None:
+        held: list[_Item] = []
+        taken_back: list[_Item] = []
+        for item in batch:
+            (held if item.job.hold() else taken_back).append(item)
+        try:
+            self._write_held(held)
+        finally:
+            for item in held:
+                # after an unforeseen exception nothing may stay pending
+                item.job.resolve(item.position, Outcome.FAILED)
+                item.job.release()
+            with self._wake:
+                self._queued_bytes -= sum(item.write.data.nbytes for item in batch)
+            self._counters.add("store_cancelled_blocks_total", len(taken_back))
+            self._arrived(taken_back)
+
+    def _write_held(self, items: list[_Item]) -> None:
+        """Find places for a run and fill them; a run may be spread over segments and roots."""
+        left = items
+        while left:
+            state = self._next_state()
+            if state is None:
+                self._lose(left, "dropped_pool_full_total")
+                return
+            try:
+                segment, places = self._place(state, left)
+            except PoolError as error:
+                self._pause(state, error)
+                continue
+            placed, left = left[: len(places)], left[len(places) :]
+            self._fill(state, segment, placed, places)
+
+    def _next_state(self) -> _RootState | None:
+        """The next root in turn that takes stores now."""
+        now_s = self._clock.monotonic_s()
+        with self._wake:
+            for _ in self._states:
+                self._turn = (self._turn + 1) % len(self._states)
+                if self._states[self._turn].paused_until_s <= now_s:
+                    return self._states[self._turn]
+        return None
+
+    def _pause(self, state: _RootState, error: PoolError) -> None:
+        state.paused_until_s = self._clock.monotonic_s() + _PAUSE_S
+        level = logging.DEBUG if isinstance(error, PoolFull) else logging.WARNING
+        log.log(level, "%s takes no stores for %.0f s: %s", state.root.disk.place, _PAUSE_S, error)
+
+    def _place(self, state: _RootState, items: Sequence[_Item]) -> tuple[_Segment, list[int]]:
+        """Offsets for the first items in the root's open segment, a fresh one if it is full.
+
+        Raises:
+            PoolError: no segment can be opened.
+        """
+        full: _Segment | None = None
+        try:
+            with state.lock:
+                segment = state.open
+                if segment is None or not segment.has_room(items[0].padded_bytes):
+                    full, state.open = self._seal(segment), None
+                    reservation = state.root.admit(state.root.segment_bytes)
+                    segment = state.open = _Segment(reservation, self._clock.monotonic_s())
+                places: list[int] = []
+                for item in items:
+                    if not segment.has_room(item.padded_bytes):
+                        break
+                    places.append(segment.cursor)
+                    segment.cursor += item.padded_bytes
+                    segment.placed_count += 1
+                segment.writers += 1
+                return segment, places
+        finally:
+            if full is not None:
+                self._finish(state, full)
+
+    def _fill(
+        self, state: _RootState, segment: _Segment, items: Sequence[_Item], places: Sequence[int]
+    ) -> None:
+        """Checksum and write a run at its place; then the last writer of a sealed segment ends it."""
+        placed = [
+            _Placed(item, offset, self._checksum(item.write))
+            for item, offset in zip(items, places, strict=True)
+        ]
+        is_written = False
+        try:
+            segment.reservation.file.write(places[0], _parts(items))
+            is_written = True
+        except PoolError as error:
+            self._pause(state, error)
+            is_full = isinstance(error, PoolFull)
+            self._lose(items, "dropped_pool_full_total" if is_full else "dropped_error_total")
+        finally:
+            done = self._resolve_written(placed) if is_written else []
+            with state.lock:
+                segment.written += done
+                segment.writers -= 1
+                if not is_written and state.open is segment:
+                    # what follows in this file would fail as well; publish what it has
+                    state.open = None
+                    segment.is_sealed = True
+                is_mine = segment.is_sealed and segment.writers == 0
+            if is_mine:
+                self._finish(state, segment)
+
+    def _checksum(self, write: Write) -> int:
+        return block_checksum(self._identity_digest, write.key, write.data)
+
+    def _resolve_written(self, placed: Sequence[_Placed]) -> list[_Placed]:
+        """Those that their jobs still wanted when their bytes were written."""
+        done: list[_Placed] = []
+        taken_back: list[_Item] = []
+        for place in placed:
+            item = place.item
+            if item.job.resolve(item.position, Outcome.DONE, item.write.data.nbytes):
+                done.append(place)
+            else:
+                taken_back.append(item)
+        self._counters.add("store_blocks_total", len(done))
+        self._counters.add("store_bytes_total", sum(p.item.write.data.nbytes for p in done))
+        self._counters.add("store_cancelled_blocks_total", len(taken_back))
+        self._arrived(taken_back)
+        return done
+
+    def _lose(self, items: Sequence[_Item], counter: str) -> None:
+        outcome = Outcome.FAILED if counter == "dropped_error_total" else Outcome.DROPPED
+        for item in items:
+            item.job.resolve(item.position, outcome)
+        self._counters.add(counter, len(items))
+        self._arrived(items)
+
+    def _arrived(self, items: Sequence[_Item]) -> None:
+        """The items are on their way no more: published, lost or taken back."""
+        with self._wake:
+            for item in items:
+                self._on_their_way.pop(item.write.key, None)
+            self._wake.notify_all()
+
+    # sealing
+
+    def _seal_due(self, *, flush: bool) -> bool:
+        """Seal the segments that are old enough (all, to flush); end those that nobody writes to."""
+        now_s = self._clock.monotonic_s()
+        is_any = False
+        for state in self._states:
+            with state.lock:
+                segment = state.open
+                if segment is None:
+                    continue
+                if not flush and now_s - segment.opened_at_s < self._segment_age_s:
+                    continue
+                ready, state.open = self._seal(segment), None
+            is_any = True
+            if ready is not None:
+                self._finish(state, ready)
+        return is_any
+
+    @staticmethod
+    def _seal(segment: _Segment | None) -> _Segment | None:
+        """Mark as taking no more; return it if its last writer is gone already. State lock held."""
+        if segment is None:
+            return None
+        segment.is_sealed = True
+        return segment if segment.writers == 0 else None
+
+    def _finish(self, state: _RootState, segment: _Segment) -> None:
+        """Header, footer, length, name. Exactly one thread gets here for a segment."""
+        items = [place.item for place in segment.written]
+        try:
+            if items:
+                self._publish(state.root, segment)
+                self._counters.add("segments_published_total")
+            else:
+                state.root.withdraw(segment.reservation)
+        except PoolError as error:
+            log.warning("a segment of %d blocks is lost: %s", len(items), error)
+            self._abandon(state, segment)
+        except BaseException:
+            self._abandon(state, segment)
+            raise
+        finally:
+            self._arrived(items)
+
+    def _publish(self, root: Root, segment: _Segment) -> None:
+        segment.written.sort(key=lambda place: place.offset)
+        records = _records(segment.written)
+        reservation = segment.reservation
+        digest = bytes.fromhex(root.namespace)
+        stamp = SegmentStamp(digest, root.pool_id, reservation.name)
+        tail = encode_tail(stamp, records, segment.cursor)
+        length_bytes = segment.cursor + tail.nbytes
+        file = reservation.file
+        file.write(0, [encode_header(stamp, int(self._clock.wall_s() * 1e9))])
+        file.write(segment.cursor, [tail])
+        file.truncate(length_bytes)
+        file.close()
+        root.publish(
+            reservation,
+            length_bytes,
+            lambda entry: self._on_published(root, entry, records),
+        )
+
+    def _abandon(self, state: _RootState, segment: _Segment) -> None:
+        self._counters.add("segments_abandoned_total")
+        state.root.withdraw(segment.reservation)
+
+
+def _records(placed: Sequence[_Placed]) -> Records:
+    records = np.zeros(len(placed), dtype=RECORD)
+    for row, place in enumerate(placed):
+        write = place.item.write
+        records["key"][row] = key_words(write.key)
+        records["parent"][row] = key_words(write.parent)
+        records["offset"][row] = place.offset
+        records["length"][row] = write.data.nbytes
+        records["tokens"][row] = write.tokens
+        records["checksum"][row] = np.uint64(place.checksum)
+    return records
+
+
+def _parts(items: Sequence[_Item]) -> list[memoryview]:
+    """What to write: the caller's memory where it is aligned, else a padded copy."""
+    data = [item.write.data.cast("B") for item in items]
+    if all(view.nbytes % ALIGNMENT == 0 and address_of(view) % ALIGNMENT == 0 for view in data):
+        return data
+    staging = aligned_bytes(sum(item.padded_bytes for item in items))
+    start = 0
+    for item, view in zip(items, data, strict=True):
+        staging[start : start + view.nbytes] = view
+        start += item.padded_bytes
+    return [staging]
