@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvdepot.clock import Clock
 from kvdepot.errors import PoolError, WriterNameTaken
@@ -20,32 +20,14 @@ from kvdepot.io.disk import Disk, Space
 from kvdepot.metrics import Counters
 from kvdepot.pool.catalog import Catalog, SegmentEntry
 from kvdepot.pool.lease import LeaseHolder, LeaseWatch
-from kvdepot.units import GIB, format_bytes
+from kvdepot.pool.sizes import Limits
+from kvdepot.units import format_bytes
 
-__all__ = ["CLEANER_LEASE", "Cleaner", "Limits", "SegmentKnowledge", "eviction_order"]
+__all__ = ["CLEANER_LEASE", "Cleaner", "SegmentKnowledge", "eviction_order"]
 
 log = logging.getLogger(__name__)
 
 CLEANER_LEASE = "cleaner"
-
-
-class Limits(NamedTuple):
-    """What must hold of a root at every moment."""
-
-    capacity_bytes: int
-    free_bytes_min: int
-    free_inodes_min: int
-
-    @classmethod
-    def of(
-        cls, space: Space, capacity_bytes: int, free_bytes: int | None, free_inodes: int | None
-    ) -> Limits:
-        """Fill in the defaults: 5% of the space (at most 10 GiB), 1% of the inodes (at most 1,000)."""
-        if free_bytes is None:
-            free_bytes = min(space.total_bytes // 20, 10 * GIB)
-        if free_inodes is None:
-            free_inodes = min((space.total_inodes or 0) // 100 + 1, 1000)
-        return cls(capacity_bytes, free_bytes, free_inodes)
 
 
 class SegmentKnowledge(Protocol):

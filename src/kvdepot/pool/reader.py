@@ -27,7 +27,7 @@ from kvdepot.pool.segments import OpenFiles, Segment
 from kvdepot.tiers import Job, Outcome, Read
 from kvdepot.units import round_up
 
-__all__ = ["PlannedBlock", "Reader", "SegmentTable", "Unit", "plan_units"]
+__all__ = ["PlannedBlock", "Reader", "SegmentSource", "Unit", "plan_units"]
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Unit(NamedTuple):
         return sum(block.padded_bytes for block in self.blocks)
 
 
-class SegmentTable(Protocol):
+class SegmentSource(Protocol):
     """Who knows the segments, and must know what reading finds out about them."""
 
     def segment(self, segment_id: int) -> Segment | None:
@@ -136,7 +136,7 @@ class Reader:
     def __init__(
         self,
         index: BlockIndex,
-        table: SegmentTable,
+        table: SegmentSource,
         files: OpenFiles,
         counters: Counters,
         identity_digest: bytes,

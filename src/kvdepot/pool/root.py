@@ -21,49 +21,38 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import msgspec
-
 from kvdepot.clock import Clock
 from kvdepot.config import PoolConfig
 from kvdepot.errors import (
-    ConfigError,
-    FormatError,
     PoolDenied,
     PoolError,
     PoolFull,
-    UnknownVersion,
 )
-from kvdepot.identity import FORMAT_VERSION, Identity, compare, decode_manifest, encode_manifest
-from kvdepot.io.buffers import ALIGNMENT
+from kvdepot.identity import Identity
 from kvdepot.io.disk import Disk, DiskFile
 from kvdepot.metrics import Counters
-from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry, segment_path, tmp_path
-from kvdepot.pool.cleaner import Cleaner, Limits
+from kvdepot.pool.catalog import Catalog, SegmentEntry, segment_path, tmp_path
+from kvdepot.pool.cleaner import Cleaner
 from kvdepot.pool.lease import LeaseHolder, new_writer_name
-from kvdepot.pool.segment import SegmentName, empty_segment_bytes
-from kvdepot.units import format_bytes, round_up
+from kvdepot.pool.poolfile import (
+    open_namespace,
+    open_pool_file,
+    restore_pool_file,
+)
+from kvdepot.pool.segment import SegmentName
+from kvdepot.pool.sizes import Limits, configured_capacity, segment_bytes_within
+from kvdepot.units import format_bytes
 
-__all__ = ["PoolFile", "Reservation", "Root", "RootListener", "read_pool_file"]
+__all__ = ["Reservation", "Root", "RootListener"]
 
 log = logging.getLogger(__name__)
 
-POOL_FILE = "pool.json"
-_FORMAT_NAME = "kvdepot pool"
 #: a folder with more entries gets a successor, so that no directory grows without bound
 _FOLDER_ENTRIES_MAX = 4000
 #: everything is looked at again this often, whatever the mtimes say
 _FULL_REFRESH_S = 60.0
 _TOUCH_INTERVAL_S = 2.0
 _ADMIT_ATTEMPTS = 3
-
-
-class PoolFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of pool.json; fields that a later release adds are ignored."""
-
-    format: str
-    version: int
-    pool_id: str
-    capacity_bytes: int
 
 
 class RootListener(Protocol):
@@ -130,10 +119,12 @@ class Root:
         self._again: deque[SegmentEntry] = deque()
         self._due_s: dict[str, float] = {}
         self.catalog = Catalog(disk, clock)
-        self._pool_file = self._open_pool_file()
+        self._pool_file = open_pool_file(disk, config.capacity_bytes, is_read_only=config.read_only)
         self.pool_id = bytes.fromhex(self._pool_file.pool_id)
-        self._open_namespace(identity)
-        capacity = self._capacity(self._pool_file)
+        open_namespace(disk, identity, is_read_only=config.read_only)
+        capacity = configured_capacity(
+            disk.place, config.capacity_bytes, self._pool_file.capacity_bytes
+        )
         self._cleaner = Cleaner(
             disk,
             self.catalog,
@@ -143,7 +134,9 @@ class Root:
             lease_s=config.lease_s,
             knowledge=_Knowledge(self, listener),
         )
-        self.segment_bytes = self._segment_bytes(identity, capacity)
+        self.segment_bytes = segment_bytes_within(
+            capacity, config.segment_bytes, max(identity.block_bytes), place=disk.place
+        )
 
     def start(self, *, index_s: float) -> None:
         """Take the writer's lease, sweep, trim to the capacity, and read the footers.
@@ -276,7 +269,7 @@ class Root:
         while self._again:
             self._unread.append(self._again.popleft())
         if not self._config.read_only:
-            self._restore_pool_file()
+            restore_pool_file(self.disk, self._pool_file)
             self._cleaner.sweep()
             self._make_room(0)
             self._cleaner.remove_empty_hours()
@@ -325,91 +318,6 @@ class Root:
             self.disk.close()
 
     # opening
-
-    def _open_pool_file(self) -> PoolFile:
-        found = read_pool_file(self.disk)
-        if found is not None:
-            return found
-        if self._config.read_only:
-            raise ConfigError(
-                f"{self.disk.place} holds no pool", hint="open it without read_only to make one"
-            )
-        space = self.disk.space()
-        fresh = PoolFile(
-            format=_FORMAT_NAME,
-            version=FORMAT_VERSION,
-            pool_id=secrets.token_hex(16),
-            capacity_bytes=self._config.capacity_bytes or max(space.free_bytes // 2, 1),
-        )
-        self._publish_small(POOL_FILE, msgspec.json.format(msgspec.json.encode(fresh)))
-        # another process may have been first: what is there holds
-        made = read_pool_file(self.disk)
-        if made is None:
-            raise PoolDenied(f"{self.disk.place}: {POOL_FILE} vanished", path=self.disk.place)
-        return made
-
-    def _restore_pool_file(self) -> None:
-        """Somebody deleted the folder under a running pool: what is written now must be readable."""
-        if self.disk.read_small(POOL_FILE) is None:
-            log.warning("%s: the pool was deleted while in use; beginning anew", self.disk.place)
-            self._publish_small(
-                POOL_FILE, msgspec.json.format(msgspec.json.encode(self._pool_file))
-            )
-
-    def _open_namespace(self, identity: Identity) -> None:
-        path = f"{NAMESPACE_FOLDER}/{self.namespace}/identity.json"
-        text = self.disk.read_small(path)
-        if text is None:
-            if self._config.read_only:
-                return
-            self._publish_small(path, encode_manifest(identity))
-            text = self.disk.read_small(path) or b""
-        try:
-            theirs = decode_manifest(text)
-        except ConfigError as error:
-            raise FormatError(
-                f"{self.disk.place}/{path} is damaged: {error}",
-                hint="remove the namespace folder; its blocks will be computed again",
-            ) from error
-        compare(identity, theirs)
-
-    def _publish_small(self, path: str, text: bytes) -> None:
-        """A small file that is whole or absent, and never overwritten."""
-        tmp = f"tmp/{secrets.token_hex(8)}-{0:08x}-{len(text)}.tmp"
-        file = self.disk.create(tmp, 0)
-        try:
-            file.write(0, [memoryview(text)])
-            file.close()
-            if not self.disk.publish(tmp, path):
-                self.disk.remove(tmp)
-        except PoolError:
-            self._withdraw(tmp, file)
-            raise
-
-    def _capacity(self, pool_file: PoolFile) -> int:
-        configured = self._config.capacity_bytes
-        if configured is None:
-            return pool_file.capacity_bytes
-        if configured != pool_file.capacity_bytes:
-            log.warning(
-                "%s: capacity %s is set here, pool.json says %s; this process keeps to its own",
-                self.disk.place,
-                format_bytes(configured),
-                format_bytes(pool_file.capacity_bytes),
-            )
-        return configured
-
-    def _segment_bytes(self, identity: Identity, capacity: int) -> int:
-        """A segment's size here: as configured, but several must fit, and one block must."""
-        largest = max(identity.block_bytes)
-        least = empty_segment_bytes(1) + round_up(largest, ALIGNMENT)
-        if least > capacity:
-            raise ConfigError(
-                f"{self.disk.place}: a capacity of {format_bytes(capacity)} cannot hold one block of "
-                f"{format_bytes(largest)} ({format_bytes(least)} with its frame)"
-            )
-        wanted = max(min(self._config.segment_bytes, capacity // 8), least)
-        return wanted // ALIGNMENT * ALIGNMENT
 
     def _take_lease(self) -> None:
         name = new_writer_name()
@@ -485,29 +393,3 @@ class _Knowledge:
 
     def parents(self) -> Mapping[SegmentEntry, list[SegmentEntry]]:
         return self._listener.parents_of_segments(self._root)
-
-
-def read_pool_file(disk: Disk) -> PoolFile | None:
-    """The content of pool.json; None when there is no pool.
-
-    Raises:
-        UnknownVersion: another format version; names both.
-        FormatError: not a pool's file.
-    """
-    text = disk.read_small(POOL_FILE)
-    if text is None:
-        return None
-    try:
-        # the version first: a later release may change every other field
-        head = msgspec.json.decode(text, type=dict[str, object])
-        if head.get("format") == _FORMAT_NAME and head.get("version") != FORMAT_VERSION:
-            raise UnknownVersion(f"pool {disk.place}", head.get("version"), FORMAT_VERSION)
-        found = msgspec.json.decode(text, type=PoolFile, strict=True)
-        if found.format != _FORMAT_NAME or len(bytes.fromhex(found.pool_id)) != 16:
-            raise FormatError(f"{disk.place}: {POOL_FILE} is not a kvdepot pool's")
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-        raise FormatError(
-            f"{disk.place}: {POOL_FILE} is damaged: {error}",
-            hint="remove the folder, or restore pool.json",
-        ) from error
-    return found

@@ -9,25 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from kvdepot.clock import Clock, SystemClock
 from kvdepot.config import PoolConfig
-from kvdepot.errors import FormatError, KvdepotError, PoolError
+from kvdepot.errors import KvdepotError, PoolError
 from kvdepot.identity import Identity
 from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.io.disk import Disk
 from kvdepot.io.localdisk import LocalDisk
 from kvdepot.keys import BlockKey
 from kvdepot.metrics import Counters
-from kvdepot.pool.catalog import SegmentEntry
 from kvdepot.pool.index import BlockIndex
-from kvdepot.pool.reader import PlannedBlock, Reader
+from kvdepot.pool.reader import Reader
 from kvdepot.pool.root import Root
-from kvdepot.pool.segment import Records
-from kvdepot.pool.segments import OpenFiles, Segment, read_records
-from kvdepot.pool.writer import Writer, block_bytes_max
+from kvdepot.pool.segment_table import SegmentTable
+from kvdepot.pool.segments import OpenFiles
+from kvdepot.pool.sizes import block_bytes_max
+from kvdepot.pool.writer import Writer
 from kvdepot.tiers import Job, Outcome, Read, TierLimits, TierUsage, Write
 from kvdepot.units import format_bytes
 from kvdepot.urls import distinct_roots
@@ -65,7 +65,7 @@ class PoolTier:
         self._digest = identity.digest()
         self._index = BlockIndex()
         self._files = OpenFiles(self._digest, _OPEN_FILES_MAX)
-        self._table = _SegmentTable(self)
+        self._table = SegmentTable(self._index, self._files, counters, self._digest)
         self._touches: deque[Sequence[BlockKey]] = deque(maxlen=_TOUCHES_MAX)
         self._is_closed = False
         self._stop = threading.Event()
@@ -283,135 +283,3 @@ class PoolTier:
                 self.tick()
             except Exception:
                 log.exception("housekeeping failed")
-
-
-class _SegmentTable:
-    """Segment ids and what is known of each segment. Thread-safe.
-
-    The root's lock, where it is held, is taken before this table's.
-    """
-
-    def __init__(self, tier: PoolTier) -> None:
-        self._tier = tier
-        self._lock = threading.Lock()
-        self._next_id = 0
-        self._segments: dict[int, Segment] = {}
-        self._ids: dict[tuple[int, str], int] = {}
-        self._parents: dict[int, tuple[int, ...]] = {}
-        self._bad: dict[tuple[int, str], SegmentEntry] = {}
-
-    def segment(self, segment_id: int) -> Segment | None:
-        return self._segments.get(segment_id)
-
-    # from the writer
-
-    def published(self, root: Root, entry: SegmentEntry, records: Records) -> None:
-        """This process has made a segment visible."""
-        index = self._tier._index
-        with self._lock:
-            segment_id = self._next_id
-            self._next_id += 1
-            self._segments[segment_id] = Segment(segment_id, root, entry)
-            self._ids[id(root), entry.path] = segment_id
-        index.insert(segment_id, records)
-        parents = self._segments_of_parents(records)
-        with self._lock:
-            is_listed = segment_id in self._segments
-            if is_listed:
-                self._parents[segment_id] = parents
-        if not is_listed:
-            index.remove_segment(segment_id)  # it went while it was taken in
-
-    # from the roots
-
-    def segment_added(self, root: Root, entry: SegmentEntry) -> None:
-        with self._lock:
-            if (id(root), entry.path) in self._ids:
-                return
-        try:
-            records = read_records(root.disk, entry, self._tier._digest)
-        except FormatError as error:
-            self._is_bad(root, entry, error)
-            return
-        except PoolError as error:
-            log.warning("%s cannot be read now: %s", entry.path, error)
-            root.read_again(entry)
-            return
-        if records is not None:
-            self.published(root, entry, records)
-            self._tier.counters.add("discovered_segments_total")
-
-    def segment_removed(self, root: Root, entry: SegmentEntry) -> None:
-        with self._lock:
-            self._bad.pop((id(root), entry.path), None)
-        self._forget(root, entry)
-
-    def parents_of_segments(self, root: Root) -> Mapping[SegmentEntry, list[SegmentEntry]]:
-        with self._lock:
-            return {
-                segment.entry: [
-                    self._segments[parent].entry
-                    for parent in self._parents.get(segment.id, ())
-                    if parent in self._segments and self._segments[parent].root is root
-                ]
-                for segment in self._segments.values()
-                if segment.root is root
-            }
-
-    def bad_segments(self, root: Root) -> list[SegmentEntry]:
-        with self._lock:
-            return [entry for (root_id, _), entry in self._bad.items() if root_id == id(root)]
-
-    # from the reader
-
-    def segment_is_used(self, segment: Segment) -> None:
-        segment.root.touch(segment.entry)
-
-    def block_is_corrupt(self, segment: Segment, block: PlannedBlock) -> None:
-        log.warning(
-            "a block at %d in %s does not verify; it will be computed again",
-            block.location.offset,
-            segment.entry.path,
-        )
-        self._tier._index.forget(block.read.key, block.location)
-
-    def segment_is_corrupt(self, segment: Segment, error: FormatError) -> None:
-        self._is_bad(segment.root, segment.entry, error)
-        self._forget(segment.root, segment.entry)
-
-    def segment_vanished(self, segment: Segment) -> None:
-        self._tier.counters.add("lost_segments_total")
-        segment.root.vanished(segment.entry)
-        self._forget(segment.root, segment.entry)
-
-    def segment_failed(self, segment: Segment, error: PoolError) -> None:
-        log.warning("%s: %s; its blocks count as absent for now", segment.entry.path, error)
-        self._forget(segment.root, segment.entry)
-        segment.root.read_again(segment.entry)
-
-    # below
-
-    def _is_bad(self, root: Root, entry: SegmentEntry, error: FormatError) -> None:
-        with self._lock:
-            if (id(root), entry.path) in self._bad:
-                return
-            self._bad[id(root), entry.path] = entry
-        self._tier.counters.add("corrupt_segments_total")
-        log.warning("%s is not used: %s", entry.path, error)
-
-    def _forget(self, root: Root, entry: SegmentEntry) -> None:
-        with self._lock:
-            segment_id = self._ids.pop((id(root), entry.path), None)
-            if segment_id is None:
-                return
-            self._segments.pop(segment_id, None)
-            self._parents.pop(segment_id, None)
-        self._tier._index.remove_segment(segment_id)
-        self._tier._files.drop(segment_id)
-
-    def _segments_of_parents(self, records: Records) -> tuple[int, ...]:
-        """Ids of the other segments that hold parents of these blocks."""
-        own = {key.tobytes() for key in records["key"]}
-        parents = {key.tobytes() for key in records["parent"]} - own
-        found = self._tier._index.locate([BlockKey(key) for key in sorted(parents)])
-        return tuple({location.segment_id for location in found if location is not None})

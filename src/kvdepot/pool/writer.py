@@ -16,91 +16,33 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from kvdepot.clock import Clock
 from kvdepot.errors import PoolError, PoolFull
-from kvdepot.io.buffers import ALIGNMENT, address_of, aligned_bytes
 from kvdepot.keys import BlockKey
 from kvdepot.metrics import Counters
 from kvdepot.pool.catalog import SegmentEntry
-from kvdepot.pool.root import Reservation, Root
+from kvdepot.pool.filling import (
+    FillingSegment,
+    Item,
+    Placed,
+    RootState,
+    parts_of,
+    publish_filled,
+)
+from kvdepot.pool.root import Root
 from kvdepot.pool.segment import (
-    HEADER_BYTES,
-    RECORD,
-    RECORDS_MAX,
     Records,
-    SegmentStamp,
     block_checksum,
-    empty_segment_bytes,
-    encode_header,
-    encode_tail,
-    key_words,
 )
 from kvdepot.tiers import Job, Outcome, Write
-from kvdepot.units import round_up
 
-__all__ = ["Writer", "block_bytes_max"]
+__all__ = ["Writer"]
 
 log = logging.getLogger(__name__)
 
 #: after a root refused, it is left alone for so long; stores go to the other roots or are dropped
 _PAUSE_S = 1.0
-
-
-class _Item(NamedTuple):
-    """One block on its way."""
-
-    job: Job
-    position: int
-    write: Write
-
-    @property
-    def padded_bytes(self) -> int:
-        return round_up(self.write.data.nbytes, ALIGNMENT)
-
-
-class _Placed(NamedTuple):
-    """A block whose place is fixed."""
-
-    item: _Item
-    offset: int
-    checksum: int
-
-
-class _Segment:
-    """A segment that is being filled. Guarded by its root's state lock, except the file's writes."""
-
-    def __init__(self, reservation: Reservation, opened_at_s: float) -> None:
-        self.reservation = reservation
-        self.opened_at_s = opened_at_s
-        self.cursor = HEADER_BYTES
-        self.placed_count = 0
-        self.written: list[_Placed] = []
-        self.writers = 0
-        self.is_sealed = False
-
-    def has_room(self, padded_bytes: int) -> bool:
-        tail = empty_segment_bytes(self.placed_count + 1) - HEADER_BYTES
-        is_within = self.cursor + padded_bytes + tail <= self.reservation.length_bytes
-        return is_within and self.placed_count < RECORDS_MAX
-
-
-class _RootState:
-    """What the write threads know of one root."""
-
-    def __init__(self, root: Root) -> None:
-        self.root = root
-        self.lock = threading.Lock()
-        self.open: _Segment | None = None
-        self.paused_until_s = float("-inf")
-
-
-def block_bytes_max(segment_bytes: int) -> int:
-    """The largest block that fits into a segment of that size."""
-    return segment_bytes - empty_segment_bytes(1)
 
 
 class Writer:
@@ -125,7 +67,7 @@ class Writer:
         queue_bytes_max: int,
         segment_age_s: float,
     ) -> None:
-        self._states = [_RootState(root) for root in roots]
+        self._states = [RootState(root) for root in roots]
         self._counters = counters
         self._clock = clock
         self._identity_digest = identity_digest
@@ -134,7 +76,7 @@ class Writer:
         self._queue_bytes_max = queue_bytes_max
         self._segment_age_s = segment_age_s
         self._wake = threading.Condition()
-        self._queue: deque[_Item] = deque()
+        self._queue: deque[Item] = deque()
         self._queued_bytes = 0
         #: keys that are queued, or written and not yet published
         self._on_their_way: dict[BlockKey, None] = {}
@@ -171,7 +113,7 @@ class Writer:
                 else:
                     self._on_their_way[write.key] = None
                     self._queued_bytes += write.data.nbytes
-                    self._queue.append(_Item(job, index, write))
+                    self._queue.append(Item(job, index, write))
             self._wake.notify_all()
         self._counters.add("dropped_queue_full_total", full)
         self._counters.add("store_present_blocks_total", present)
@@ -250,9 +192,9 @@ class Writer:
             return None
         return max(min(opened) + self._segment_age_s - self._clock.monotonic_s(), 0.001)
 
-    def _take(self) -> list[_Item]:
+    def _take(self) -> list[Item]:
         """A run of blocks, up to one unit; the lock is held."""
-        batch: list[_Item] = []
+        batch: list[Item] = []
         size = 0
         while self._queue:
             size += self._queue[0].padded_bytes
@@ -261,9 +203,9 @@ class Writer:
             batch.append(self._queue.popleft())
         return batch
 
-    def _write(self, batch: list[_Item]) -> None:
-        held: list[_Item] = []
-        taken_back: list[_Item] = []
+    def _write(self, batch: list[Item]) -> None:
+        held: list[Item] = []
+        taken_back: list[Item] = []
         for item in batch:
             (held if item.job.hold() else taken_back).append(item)
         try:
@@ -278,7 +220,7 @@ class Writer:
             self._counters.add("store_cancelled_blocks_total", len(taken_back))
             self._arrived(taken_back)
 
-    def _write_held(self, items: list[_Item]) -> None:
+    def _write_held(self, items: list[Item]) -> None:
         """Find places for a run and fill them; a run may be spread over segments and roots."""
         left = items
         while left:
@@ -294,7 +236,7 @@ class Writer:
             placed, left = left[: len(places)], left[len(places) :]
             self._fill(state, segment, placed, places)
 
-    def _next_state(self) -> _RootState | None:
+    def _next_state(self) -> RootState | None:
         """The next root in turn that takes stores now."""
         now_s = self._clock.monotonic_s()
         with self._wake:
@@ -304,25 +246,25 @@ class Writer:
                     return self._states[self._turn]
         return None
 
-    def _pause(self, state: _RootState, error: PoolError) -> None:
+    def _pause(self, state: RootState, error: PoolError) -> None:
         state.paused_until_s = self._clock.monotonic_s() + _PAUSE_S
         level = logging.DEBUG if isinstance(error, PoolFull) else logging.WARNING
         log.log(level, "%s takes no stores for %.0f s: %s", state.root.disk.place, _PAUSE_S, error)
 
-    def _place(self, state: _RootState, items: Sequence[_Item]) -> tuple[_Segment, list[int]]:
+    def _place(self, state: RootState, items: Sequence[Item]) -> tuple[FillingSegment, list[int]]:
         """Offsets for the first items in the root's open segment, a fresh one if it is full.
 
         Raises:
             PoolError: no segment can be opened.
         """
-        full: _Segment | None = None
+        full: FillingSegment | None = None
         try:
             with state.lock:
                 segment = state.open
                 if segment is None or not segment.has_room(items[0].padded_bytes):
                     full, state.open = self._seal(segment), None
                     reservation = state.root.admit(state.root.segment_bytes)
-                    segment = state.open = _Segment(reservation, self._clock.monotonic_s())
+                    segment = state.open = FillingSegment(reservation, self._clock.monotonic_s())
                 places: list[int] = []
                 for item in items:
                     if not segment.has_room(item.padded_bytes):
@@ -337,16 +279,20 @@ class Writer:
                 self._finish(state, full)
 
     def _fill(
-        self, state: _RootState, segment: _Segment, items: Sequence[_Item], places: Sequence[int]
+        self,
+        state: RootState,
+        segment: FillingSegment,
+        items: Sequence[Item],
+        places: Sequence[int],
     ) -> None:
         """Checksum and write a run at its place; then the last writer of a sealed segment ends it."""
         placed = [
-            _Placed(item, offset, self._checksum(item.write))
+            Placed(item, offset, self._checksum(item.write))
             for item, offset in zip(items, places, strict=True)
         ]
         is_written = False
         try:
-            segment.reservation.file.write(places[0], _parts(items))
+            segment.reservation.file.write(places[0], parts_of(items))
             is_written = True
         except PoolError as error:
             self._pause(state, error)
@@ -368,10 +314,10 @@ class Writer:
     def _checksum(self, write: Write) -> int:
         return block_checksum(self._identity_digest, write.key, write.data)
 
-    def _resolve_written(self, placed: Sequence[_Placed]) -> list[_Placed]:
+    def _resolve_written(self, placed: Sequence[Placed]) -> list[Placed]:
         """Those that their jobs still wanted when their bytes were written."""
-        done: list[_Placed] = []
-        taken_back: list[_Item] = []
+        done: list[Placed] = []
+        taken_back: list[Item] = []
         for place in placed:
             item = place.item
             if item.job.resolve(item.position, Outcome.DONE, item.write.data.nbytes):
@@ -384,14 +330,14 @@ class Writer:
         self._arrived(taken_back)
         return done
 
-    def _lose(self, items: Sequence[_Item], counter: str) -> None:
+    def _lose(self, items: Sequence[Item], counter: str) -> None:
         outcome = Outcome.FAILED if counter == "dropped_error_total" else Outcome.DROPPED
         for item in items:
             item.job.resolve(item.position, outcome)
         self._counters.add(counter, len(items))
         self._arrived(items)
 
-    def _arrived(self, items: Sequence[_Item]) -> None:
+    def _arrived(self, items: Sequence[Item]) -> None:
         """The items are on their way no more: published, lost or taken back."""
         with self._wake:
             for item in items:
@@ -418,19 +364,24 @@ class Writer:
         return is_any
 
     @staticmethod
-    def _seal(segment: _Segment | None) -> _Segment | None:
+    def _seal(segment: FillingSegment | None) -> FillingSegment | None:
         """Mark as taking no more; return it if its last writer is gone already. State lock held."""
         if segment is None:
             return None
         segment.is_sealed = True
         return segment if segment.writers == 0 else None
 
-    def _finish(self, state: _RootState, segment: _Segment) -> None:
+    def _finish(self, state: RootState, segment: FillingSegment) -> None:
         """Header, footer, length, name. Exactly one thread gets here for a segment."""
         items = [place.item for place in segment.written]
         try:
             if items:
-                self._publish(state.root, segment)
+                publish_filled(
+                    state.root,
+                    segment,
+                    created_ns=int(self._clock.wall_s() * 1e9),
+                    on_published=self._on_published,
+                )
                 self._counters.add("segments_published_total")
             else:
                 state.root.withdraw(segment.reservation)
@@ -443,51 +394,6 @@ class Writer:
         finally:
             self._arrived(items)
 
-    def _publish(self, root: Root, segment: _Segment) -> None:
-        segment.written.sort(key=lambda place: place.offset)
-        records = _records(segment.written)
-        reservation = segment.reservation
-        digest = bytes.fromhex(root.namespace)
-        stamp = SegmentStamp(digest, root.pool_id, reservation.name)
-        tail = encode_tail(stamp, records, segment.cursor)
-        length_bytes = segment.cursor + tail.nbytes
-        file = reservation.file
-        file.write(0, [encode_header(stamp, int(self._clock.wall_s() * 1e9))])
-        file.write(segment.cursor, [tail])
-        file.truncate(length_bytes)
-        file.close()
-        root.publish(
-            reservation,
-            length_bytes,
-            lambda entry: self._on_published(root, entry, records),
-        )
-
-    def _abandon(self, state: _RootState, segment: _Segment) -> None:
+    def _abandon(self, state: RootState, segment: FillingSegment) -> None:
         self._counters.add("segments_abandoned_total")
         state.root.withdraw(segment.reservation)
-
-
-def _records(placed: Sequence[_Placed]) -> Records:
-    records = np.zeros(len(placed), dtype=RECORD)
-    for row, place in enumerate(placed):
-        write = place.item.write
-        records["key"][row] = key_words(write.key)
-        records["parent"][row] = key_words(write.parent)
-        records["offset"][row] = place.offset
-        records["length"][row] = write.data.nbytes
-        records["tokens"][row] = write.tokens
-        records["checksum"][row] = np.uint64(place.checksum)
-    return records
-
-
-def _parts(items: Sequence[_Item]) -> list[memoryview]:
-    """What to write: the caller's memory where it is aligned, else a padded copy."""
-    data = [item.write.data.cast("B") for item in items]
-    if all(view.nbytes % ALIGNMENT == 0 and address_of(view) % ALIGNMENT == 0 for view in data):
-        return data
-    staging = aligned_bytes(sum(item.padded_bytes for item in items))
-    start = 0
-    for item, view in zip(items, data, strict=True):
-        staging[start : start + view.nbytes] = view
-        start += item.padded_bytes
-    return [staging]

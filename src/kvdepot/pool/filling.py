@@ -1,0 +1,128 @@
+"""A segment while it is being filled: the blocks' places, and what its footer will say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvdepot.io.buffers import ALIGNMENT, address_of, aligned_bytes
+from kvdepot.pool.catalog import SegmentEntry
+from kvdepot.pool.root import Reservation, Root
+from kvdepot.pool.segment import (
+    HEADER_BYTES,
+    RECORD,
+    RECORDS_MAX,
+    Records,
+    SegmentStamp,
+    empty_segment_bytes,
+    encode_header,
+    encode_tail,
+    key_words,
+)
+from kvdepot.tiers import Job, Write
+from kvdepot.units import round_up
+
+__all__ = ["FillingSegment", "Item", "Placed", "RootState", "parts_of", "publish_filled"]
+
+
+class Item(NamedTuple):
+    """One block on its way."""
+
+    job: Job
+    position: int
+    write: Write
+
+    @property
+    def padded_bytes(self) -> int:
+        return round_up(self.write.data.nbytes, ALIGNMENT)
+
+
+class Placed(NamedTuple):
+    """A block whose place is fixed."""
+
+    item: Item
+    offset: int
+    checksum: int
+
+
+class FillingSegment:
+    """A segment that is being filled. Guarded by its root's state lock, except the file's writes."""
+
+    def __init__(self, reservation: Reservation, opened_at_s: float) -> None:
+        self.reservation = reservation
+        self.opened_at_s = opened_at_s
+        self.cursor = HEADER_BYTES
+        self.placed_count = 0
+        self.written: list[Placed] = []
+        self.writers = 0
+        self.is_sealed = False
+
+    def has_room(self, padded_bytes: int) -> bool:
+        tail = empty_segment_bytes(self.placed_count + 1) - HEADER_BYTES
+        is_within = self.cursor + padded_bytes + tail <= self.reservation.length_bytes
+        return is_within and self.placed_count < RECORDS_MAX
+
+
+class RootState:
+    """What the write threads know of one root."""
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.lock = threading.Lock()
+        self.open: FillingSegment | None = None
+        self.paused_until_s = float("-inf")
+
+
+def _records_of(placed: Sequence[Placed]) -> Records:
+    records = np.zeros(len(placed), dtype=RECORD)
+    for row, place in enumerate(placed):
+        write = place.item.write
+        records["key"][row] = key_words(write.key)
+        records["parent"][row] = key_words(write.parent)
+        records["offset"][row] = place.offset
+        records["length"][row] = write.data.nbytes
+        records["tokens"][row] = write.tokens
+        records["checksum"][row] = np.uint64(place.checksum)
+    return records
+
+
+def parts_of(items: Sequence[Item]) -> list[memoryview]:
+    """What to write: the caller's memory where it is aligned, else a padded copy."""
+    data = [item.write.data.cast("B") for item in items]
+    if all(view.nbytes % ALIGNMENT == 0 and address_of(view) % ALIGNMENT == 0 for view in data):
+        return data
+    staging = aligned_bytes(sum(item.padded_bytes for item in items))
+    start = 0
+    for item, view in zip(items, data, strict=True):
+        staging[start : start + view.nbytes] = view
+        start += item.padded_bytes
+    return [staging]
+
+
+def publish_filled(
+    root: Root,
+    segment: FillingSegment,
+    *,
+    created_ns: int,
+    on_published: Callable[[Root, SegmentEntry, Records], None],
+) -> None:
+    """Write header and footer of a segment that nobody fills any more, and make it visible.
+
+    Raises:
+        PoolError: the storage refused; the reservation is still to be withdrawn.
+    """
+    segment.written.sort(key=lambda place: place.offset)
+    records = _records_of(segment.written)
+    reservation = segment.reservation
+    stamp = SegmentStamp(bytes.fromhex(root.namespace), root.pool_id, reservation.name)
+    tail = encode_tail(stamp, records, segment.cursor)
+    length_bytes = segment.cursor + tail.nbytes
+    file = reservation.file
+    file.write(0, [encode_header(stamp, created_ns)])
+    file.write(segment.cursor, [tail])
+    file.truncate(length_bytes)
+    file.close()
+    root.publish(reservation, length_bytes, lambda entry: on_published(root, entry, records))
