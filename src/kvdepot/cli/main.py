@@ -1,0 +1,86 @@
+"""The `kvdepot` command: the commands by name, and how errors reach a person.
+
+Data goes to stdout; progress, logs and errors go to stderr. Exit status: 0 done, 1 done and what was
+checked is bad, 2 an error, with `error:` and where possible `hint:` lines.
+
+The commands' modules are imported when they are used (or listed), and import what is heavy only when
+they run: `kvdepot --help` must be quick and work without the demo extra.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from kvdepot import __version__
+from kvdepot.errors import KvdepotError
+
+__all__ = ["app", "main", "run"]
+
+app = App(
+    name="kvdepot",
+    help="Keep the KV cache that an LLM engine evicts, and read it back instead of computing it.",
+    version=__version__,
+    help_format="plaintext",
+)
+# a help text here, so that listing the commands imports none of them
+app.command(
+    "kvdepot.cli.demo:demo",
+    name="demo",
+    help="Ask a small model about a long document, end the process, ask again from the pool.",
+)
+app.command(
+    "kvdepot.cli.pool:app",
+    name="pool",
+    help="Look at a pool: what it holds, and whether every byte verifies.",
+)
+
+#: libraries that only some commands need, and the extra that brings them
+_EXTRA_OF = dict.fromkeys(("accelerate", "gguf", "torch", "transformers"), "demo")
+_FAILED = 2
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Entry point of the `kvdepot` command."""
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and give its exit status; errors of the tree are printed, not raised."""
+    try:
+        status = app(
+            list(arguments),
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
+        sys.stdout.flush()
+    except KvdepotError as error:
+        return _fail(error, error.hint)
+    except CycloptsError as error:
+        return _fail(" ".join(str(error).split()), "add --help to see what a command takes")
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA_OF:
+            raise
+        extra = _EXTRA_OF[error.name]
+        return _fail(f"this command needs {error.name}", f"pip install 'kvdepot[{extra}]'")
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # the reader of our output has seen enough; nothing must be written to it at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status if isinstance(status, int) else 0
+
+
+def _fail(error: KvdepotError | str, hint: str) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return _FAILED
