@@ -18,7 +18,7 @@ from kvdepot.urls import PoolUrl, distinct_roots, normalise
 
 
 def parse(text):
-    return PoolUrl.parse(text, working_folder="/work/here", home="/home/ada")
+    return PoolUrl.parse(text, working_folder="/srv/here", home="/home/ada")
 
 
 @pytest.mark.parametrize(
@@ -29,16 +29,16 @@ def parse(text):
         ("fs:///a", "/a"),
         ("/a", "/a"),
         ("FILE:///a", "/a"),
-        ("./a", "/work/here/a"),
-        ("a", "/work/here/a"),
-        ("a/b/", "/work/here/a/b"),
-        (".", "/work/here"),
-        ("..", "/work"),
-        ("../a", "/work/a"),
+        ("./a", "/srv/here/a"),
+        ("a", "/srv/here/a"),
+        ("a/b/", "/srv/here/a/b"),
+        (".", "/srv/here"),
+        ("..", "/srv"),
+        ("../a", "/srv/a"),
         ("./../../a", "/a"),
         ("~/a", "/home/ada/a"),
         ("~", "/home/ada"),
-        ("./~a", "/work/here/~a"),
+        ("./~a", "/srv/here/~a"),
         # slashes and dots that add nothing
         ("file:///a/", "/a"),
         ("fs:///a//b///c", "/a/b/c"),
@@ -56,9 +56,9 @@ def parse(text):
         # letters that mean something in URLs only
         ("/a?b#c", "/a?b#c"),
         ("/a:b", "/a:b"),
-        ("./a:b", "/work/here/a:b"),
+        ("./a:b", "/srv/here/a:b"),
         ("/a@b", "/a@b"),
-        ("...", "/work/here/..."),
+        ("...", "/srv/here/..."),
         ("/a/..b", "/a/..b"),
         ("/" + "n" * 255, "/" + "n" * 255),
         ("/CON", "/CON"),
