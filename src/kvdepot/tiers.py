@@ -216,6 +216,27 @@ class Job:
             self._changed.notify_all()
             return True
 
+    def resolve_run(
+        self, first: int, outcomes: Sequence[Outcome], block_bytes: Sequence[int]
+    ) -> tuple[int, int]:
+        """`resolve` for neighbouring blocks at once; blocks and bytes that are DONE by this call."""
+        done = done_bytes = 0
+        with self._changed:
+            self._expire()
+            for position, outcome in enumerate(outcomes, first):
+                if self._outcomes[position] is not Outcome.PENDING:
+                    continue
+                self._outcomes[position] = outcome
+                self._pending -= 1
+                if outcome is Outcome.DONE:
+                    done += 1
+                    done_bytes += block_bytes[position - first]
+            self.bytes_done += done_bytes
+            if self._pending == 0 and self.finished_s is None:
+                self.finished_s = self._clock.monotonic_s()
+            self._changed.notify_all()
+        return done, done_bytes
+
     def resolve_all(self, outcome: Outcome) -> None:
         """Make every outcome that is still pending final."""
         with self._changed:

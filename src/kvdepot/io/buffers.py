@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvdepot.errors import ConfigError
 from kvdepot.units import round_up
 
-__all__ = ["ALIGNMENT", "HostBuffer", "address_of", "aligned_bytes"]
+__all__ = ["ALIGNMENT", "HostBuffer", "address_of", "aligned_bytes", "merged_rows"]
 
 #: Alignment of everything that moves: the page, and a multiple of every disk's logical block.
 ALIGNMENT = 4096
@@ -92,3 +93,25 @@ def address_of(view: memoryview) -> int:
     if view.nbytes == 0:
         return 0
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+def merged_rows(rows: Sequence[memoryview]) -> list[memoryview] | None:
+    """Rows as few parts as possible for one vectored call; None if any is not page-aligned.
+
+    Rows that follow each other in one memory map become one part.
+    """
+    parts: list[memoryview] = []
+    end = -1
+    for row in rows:
+        address = address_of(row)
+        if address % ALIGNMENT or row.nbytes % ALIGNMENT:
+            return None
+        whole = row.obj
+        if address == end and isinstance(whole, mmap.mmap) and parts[-1].obj is whole:
+            base = memoryview(whole)
+            start = address - address_of(base) - parts[-1].nbytes
+            parts[-1] = base[start : start + parts[-1].nbytes + row.nbytes]
+        else:
+            parts.append(row.cast("B"))
+        end = address + row.nbytes
+    return parts

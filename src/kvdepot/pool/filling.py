@@ -20,7 +20,7 @@ from kvdepot.pool.segment import (
     empty_segment_bytes,
     encode_header,
     encode_tail,
-    key_words,
+    key_table,
 )
 from kvdepot.tiers import Job, Write
 from kvdepot.units import round_up
@@ -77,15 +77,14 @@ class RootState:
 
 
 def _records_of(placed: Sequence[Placed]) -> Records:
+    writes = [place.item.write for place in placed]
     records = np.zeros(len(placed), dtype=RECORD)
-    for row, place in enumerate(placed):
-        write = place.item.write
-        records["key"][row] = key_words(write.key)
-        records["parent"][row] = key_words(write.parent)
-        records["offset"][row] = place.offset
-        records["length"][row] = write.data.nbytes
-        records["tokens"][row] = write.tokens
-        records["checksum"][row] = np.uint64(place.checksum)
+    records["key"] = key_table([write.key for write in writes])
+    records["parent"] = key_table([write.parent for write in writes])
+    records["offset"] = [place.offset for place in placed]
+    records["length"] = [write.data.nbytes for write in writes]
+    records["tokens"] = [write.tokens for write in writes]
+    records["checksum"] = np.array([place.checksum for place in placed], dtype=np.uint64)
     return records
 
 

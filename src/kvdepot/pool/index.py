@@ -20,14 +20,16 @@ import numpy.typing as npt
 
 from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.keys import BlockKey
-from kvdepot.pool.segment import Records
+from kvdepot.pool.segment import Records, key_table
 
-__all__ = ["BlockIndex", "Location"]
+__all__ = ["BlockIndex", "Locations"]
 
 _EMPTY = np.uint32(0xFFFFFFFF)
 _GONE = np.uint32(0xFFFFFFFE)
 _LOAD_MAX = 0.65
 _SLICE = 1024
+#: so few keys are looked up one by one
+_SCALAR_MAX = 4
 #: lookups probe in growing steps, so that a miss at the first block costs one small step
 _LOOKUP_STEPS = (1, 31, 480, 3584)
 
@@ -35,13 +37,17 @@ _Words = npt.NDArray[np.uint64]
 _Ids = npt.NDArray[np.int64]
 
 
-class Location(NamedTuple):
-    """Where a block is, and what its bytes must hash to."""
+class Locations(NamedTuple):
+    """Where blocks are, and what their bytes must hash to; one entry per key asked for.
 
-    segment_id: int
-    offset: int
-    length: int
-    checksum: int
+    Where `is_present` is False the other columns mean nothing.
+    """
+
+    is_present: npt.NDArray[np.bool_]
+    segment_ids: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    checksums: npt.NDArray[np.uint64]
 
 
 class _Columns:
@@ -72,7 +78,7 @@ class _Columns:
 
 
 class BlockIndex:
-    """Block key -> `Location`, for the segments of one namespace. Thread-safe."""
+    """Block key -> place, for the segments of one namespace. Thread-safe."""
 
     def __init__(self) -> None:
         self._changing = threading.RLock()
@@ -108,7 +114,7 @@ class BlockIndex:
             step = _LOOKUP_STEPS[min(step_index, len(_LOOKUP_STEPS) - 1)]
             step_index += 1
             chunk = keys[start : start + step]
-            words = _words(chunk)
+            words = key_table(chunk)
             with self._view:
                 rows = self._find(words)[0]
             absent = np.flatnonzero(rows < 0)
@@ -117,31 +123,27 @@ class BlockIndex:
             start += len(chunk)
         return start
 
-    def locate(self, keys: Sequence[BlockKey]) -> list[Location | None]:
-        """Where each block is; None for the absent ones. One consistent look."""
-        if not keys:
-            return []
-        words = _words(keys)
+    def locate(self, keys: Sequence[BlockKey]) -> Locations:
+        """Where each block is. One consistent look."""
+        words = key_table(keys)
         with self._view:
             rows = self._find(words)[0]
             columns = self._columns
             found = np.maximum(rows, 0)
-            segments = columns.segment[found].tolist()
-            offsets = (columns.offset[found].astype(np.int64) * ALIGNMENT).tolist()
-            lengths = columns.length[found].tolist()
-            checksums = columns.checksum[found].tolist()
-        return [
-            Location(*fields) if row >= 0 else None
-            for row, *fields in zip(
-                rows.tolist(), segments, offsets, lengths, checksums, strict=True
+            return Locations(
+                rows >= 0,
+                columns.segment[found].astype(np.int64),
+                columns.offset[found].astype(np.int64) * ALIGNMENT,
+                columns.length[found].astype(np.int64),
+                columns.checksum[found],
             )
-        ]
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of the keys are present, gaps or not."""
-        if not keys:
-            return []
-        words = _words(keys)
+        if len(keys) <= _SCALAR_MAX:
+            with self._view:
+                return [self._holds(key) for key in keys]
+        words = key_table(keys)
         with self._view:
             rows = self._find(words)[0]
         return [row >= 0 for row in rows.tolist()]
@@ -170,13 +172,14 @@ class BlockIndex:
             self._free.append(rows)
             return before - self._live
 
-    def forget(self, key: BlockKey, location: Location) -> bool:
-        """Forget one block if it is still at `location`; False if it has moved or gone."""
+    def forget(self, key: BlockKey, segment_id: int, offset: int) -> bool:
+        """Forget one block if it is still at that place; False if it has moved or gone."""
         with self._changing:
-            if self.locate((key,)) != [location]:
+            at = self.locate((key,))
+            if not at.is_present[0] or (at.segment_ids[0], at.offsets[0]) != (segment_id, offset):
                 return False
             with self._view:
-                row = self._find(_words((key,)))[0]
+                row = self._find(key_table((key,)))[0]
             # the row stays its segment's, out of the table, until the segment goes
             self._remove_rows(row)
             return True
@@ -273,6 +276,17 @@ class BlockIndex:
 
     # callers hold `_view`
 
+    def _holds(self, key: BlockKey) -> bool:
+        """`_find` for one key; for a few keys this is quicker than a dozen calls on arrays."""
+        table, keys = self._table, self._columns.key
+        mask = len(table) - 1
+        slot = int.from_bytes(key[:8], "little") & mask
+        while (entry := table[slot]) != _EMPTY:
+            if entry != _GONE and keys[entry].tobytes() == key:
+                return True
+            slot = (slot + 1) & mask
+        return False
+
     def _find(self, words: _Words) -> tuple[_Ids, _Ids]:
         """Row (or -1) and table slot of each key."""
         table, keys = self._table, self._columns.key
@@ -306,7 +320,3 @@ def _place(table: npt.NDArray[np.uint32], first_words: npt.NDArray[np.uint64], r
         is_left[winners] = False
         pending = pending[is_left[pending]]
         slots[pending] = (slots[pending] + 1) & mask
-
-
-def _words(keys: Sequence[bytes]) -> _Words:
-    return np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), 4)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ __all__ = [
     "empty_segment_bytes",
     "encode_header",
     "encode_tail",
-    "key_words",
+    "key_table",
     "parse_segment_name",
 ]
 
@@ -245,8 +246,9 @@ def decode_footer(trailer: Trailer, table: memoryview) -> Records:
     return records
 
 
-def key_words(key: bytes) -> npt.NDArray[np.uint64]:
-    """A key as four words, as records hold it."""
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a block key has {KEY_BYTES} bytes, not {len(key)}")
-    return np.frombuffer(key, dtype="<u8")
+def key_table(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Keys as rows of four words, as records and the index hold them."""
+    joined = b"".join(keys)
+    if len(joined) != KEY_BYTES * len(keys):
+        raise ValueError(f"block keys have {KEY_BYTES} bytes each")
+    return np.frombuffer(joined, dtype="<u8").reshape(len(keys), KEY_BYTES // 8)

@@ -15,7 +15,7 @@ from kvdepot.keys import BlockKey
 from kvdepot.metrics import Counters
 from kvdepot.pool.catalog import SegmentEntry
 from kvdepot.pool.index import BlockIndex
-from kvdepot.pool.reader import PlannedBlock
+from kvdepot.pool.plan import PlannedBlock
 from kvdepot.pool.root import Root
 from kvdepot.pool.segment import Records
 from kvdepot.pool.segments import OpenFiles, Segment, read_records
@@ -114,10 +114,10 @@ class SegmentTable:
     def block_is_corrupt(self, segment: Segment, block: PlannedBlock) -> None:
         log.warning(
             "a block at %d in %s does not verify; it will be computed again",
-            block.location.offset,
+            block.offset,
             segment.entry.path,
         )
-        self._index.forget(block.read.key, block.location)
+        self._index.forget(block.key, block.segment_id, block.offset)
 
     def segment_is_corrupt(self, segment: Segment, error: FormatError) -> None:
         self._is_bad(segment.root, segment.entry, error)
@@ -157,5 +157,5 @@ class SegmentTable:
         """Ids of the other segments that hold parents of these blocks."""
         own = {key.tobytes() for key in records["key"]}
         parents = {key.tobytes() for key in records["parent"]} - own
-        found = self._index.locate([BlockKey(key) for key in sorted(parents)])
-        return tuple({location.segment_id for location in found if location is not None})
+        at = self._index.locate([BlockKey(key) for key in parents])
+        return tuple(set(at.segment_ids[at.is_present].tolist()))

@@ -99,7 +99,7 @@ class PoolTier:
             self._digest,
             self._table.published,
             threads=config.write_threads if has_threads and not config.read_only else 0,
-            unit_bytes=config.read_unit_bytes,
+            unit_bytes=config.write_unit_bytes,
             queue_bytes_max=config.write_queue_bytes,
             segment_age_s=config.segment_age_s,
         )
@@ -272,8 +272,9 @@ class PoolTier:
 
     def _note_touches(self) -> None:
         while self._touches:
-            for location in self._index.locate(self._touches.popleft()):
-                segment = self._table.segment(location.segment_id) if location else None
+            at = self._index.locate(self._touches.popleft())
+            for segment_id in dict.fromkeys(at.segment_ids[at.is_present].tolist()):
+                segment = self._table.segment(segment_id)
                 if segment is not None:
                     segment.root.touch(segment.entry)
 

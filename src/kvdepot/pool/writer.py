@@ -41,6 +41,8 @@ __all__ = ["Writer"]
 
 log = logging.getLogger(__name__)
 
+#: a run waits so long for more blocks, so that callers who store block by block make long writes
+_LINGER_S = 0.002
 #: after a root refused, it is left alone for so long; stores go to the other roots or are dropped
 _PAUSE_S = 1.0
 
@@ -77,7 +79,10 @@ class Writer:
         self._segment_age_s = segment_age_s
         self._wake = threading.Condition()
         self._queue: deque[Item] = deque()
+        #: bytes that hold their callers' memory, and those of them that no thread has taken yet
         self._queued_bytes = 0
+        self._waiting_bytes = 0
+        self._queue_since_s = 0.0
         #: keys that are queued, or written and not yet published
         self._on_their_way: dict[BlockKey, None] = {}
         self._is_flushing = False
@@ -113,8 +118,12 @@ class Writer:
                 else:
                     self._on_their_way[write.key] = None
                     self._queued_bytes += write.data.nbytes
+                    if not self._queue:
+                        self._queue_since_s = self._clock.monotonic_s()
                     self._queue.append(Item(job, index, write))
-            self._wake.notify_all()
+                    self._waiting_bytes += write.data.nbytes
+            # one thread lingers; the others are woken when there is a run for each
+            self._wake.notify(1 + self._waiting_bytes // self._unit_bytes)
         self._counters.add("dropped_queue_full_total", full)
         self._counters.add("store_present_blocks_total", present)
 
@@ -152,6 +161,7 @@ class Writer:
         with self._wake:
             self._is_closed = True
             left, self._queue = list(self._queue), deque()
+            self._waiting_bytes = 0
             self._wake.notify_all()
             self._queued_bytes -= sum(item.write.data.nbytes for item in left)
         self._lose(left, "dropped_closed_total")
@@ -168,12 +178,12 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._wake:
-                batch = self._take()
+                batch = [] if self._is_lingering() else self._take()
                 if not batch:
                     if self._is_closed:
                         return
                     self._wake.wait(0 if self._is_flushing else self._wait_s())
-                    batch = self._take()
+                    batch = [] if self._is_lingering() else self._take()
                 is_flushing = self._is_flushing and not self._queue
             try:
                 if batch:
@@ -185,8 +195,16 @@ class Writer:
             except Exception:
                 log.exception("writing failed")
 
+    def _is_lingering(self) -> bool:
+        """Whether what waits should wait for more; the lock is held."""
+        if self._is_flushing or self._is_closed or self._waiting_bytes >= self._unit_bytes:
+            return False
+        return self._clock.monotonic_s() - self._queue_since_s < _LINGER_S
+
     def _wait_s(self) -> float | None:
-        """Until the oldest open segment must be sealed."""
+        """Until the oldest open segment must be sealed, or what waits has waited long enough."""
+        if self._queue:
+            return _LINGER_S
         opened = [state.open.opened_at_s for state in self._states if state.open is not None]
         if not opened:
             return None
@@ -200,7 +218,9 @@ class Writer:
             size += self._queue[0].padded_bytes
             if batch and size > self._unit_bytes:
                 break
-            batch.append(self._queue.popleft())
+            item = self._queue.popleft()
+            self._waiting_bytes -= item.write.data.nbytes
+            batch.append(item)
         return batch
 
     def _write(self, batch: list[Item]) -> None:
