@@ -1,4 +1,4 @@
-"""kvdepot.cli: quick help, data on stdout, errors with hints on stderr, and the pool commands."""
+"""kvdepot.cli.main and kvdepot.cli.pool: quick help, data on stdout, errors with hints on stderr."""
 
 from __future__ import annotations
 
@@ -152,19 +152,26 @@ def test_the_hint_is_printed_where_there_is_one(capsys, monkeypatch, error):
     assert err == "error: bad\n" + (f"hint: {error.hint}\n" if error.hint else "")
 
 
-def test_a_missing_extra_is_named_and_other_bugs_are_not_hidden(capsys, monkeypatch):
-    def lack(name):
-        def fail(*args, **kwargs):
+def _lacking(name, *, is_wrapped):
+    def fail(*args, **kwargs):
+        try:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        except ModuleNotFoundError as error:
+            if is_wrapped:  # as the command-line library does for a command's module
+                raise ImportError("cannot import") from error
+            raise
 
-        return fail
+    return fail
 
-    monkeypatch.setattr(cli_main, "app", lack("torch"))
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_missing_extra_is_named_and_other_bugs_are_not_hidden(capsys, monkeypatch, is_wrapped):
+    monkeypatch.setattr(cli_main, "app", _lacking("torch", is_wrapped=is_wrapped))
     status, _, err = run(capsys, "demo")
     assert status == 2
     assert err == "error: this command needs torch\nhint: pip install 'kvdepot[demo]'\n"
-    monkeypatch.setattr(cli_main, "app", lack("kvdepot.typo"))
-    with pytest.raises(ModuleNotFoundError):
+    monkeypatch.setattr(cli_main, "app", _lacking("kvdepot.typo", is_wrapped=is_wrapped))
+    with pytest.raises(ImportError):
         cli_main.run(["demo"])
 
 

@@ -290,8 +290,8 @@ def test_what_is_left_to_do_is_in_the_issues(path):
 
 @by_module
 def test_public_names_are_listed_and_exist(path):
-    if path.name == "__init__.py" and not path.read_text().strip():
-        return
+    if path.name == "__init__.py" and len(tree_of(path).body) <= 1:
+        return  # nothing, or a docstring alone
     module = importlib.import_module(name_of(path)) if _is_importable(path) else None
     assigned = [
         node

@@ -65,11 +65,13 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(error, error.hint)
     except CycloptsError as error:
         return _fail(" ".join(str(error).split()), "add --help to see what a command takes")
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRA_OF:
+    except ImportError as error:
+        library = _missing_library(error)
+        if library is None:
             raise
-        extra = _EXTRA_OF[error.name]
-        return _fail(f"this command needs {error.name}", f"pip install 'kvdepot[{extra}]'")
+        return _fail(
+            f"this command needs {library}", f"pip install 'kvdepot[{_EXTRA_OF[library]}]'"
+        )
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
@@ -77,6 +79,15 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status if isinstance(status, int) else 0
+
+
+def _missing_library(error: BaseException | None) -> str | None:
+    """The library of an extra whose absence is behind an import error; None for any other reason."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name in _EXTRA_OF:
+            return error.name
+        error = error.__cause__
+    return None
 
 
 def _fail(error: KvdepotError | str, hint: str) -> int:
