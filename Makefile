@@ -4,7 +4,7 @@
 #   make test    lint, types, import contracts, then all tests
 #   make check   lint, types and import contracts only
 #   make fuzz    the property tests for a long time
-#   make bench   the benchmarks; each prints JSON lines into out/bench/
+#   make bench   the benchmarks; each prints JSON, kept in out/bench/
 #   make clean   remove what these made
 #
 # A stamp in .venv is named after what was installed, so a second run starts at once and a change of
@@ -13,6 +13,7 @@
 PYTHON ?= python3
 ARGS ?=
 TESTS ?=
+BENCHMARKS ?= lookup write_behind cold_read busy_scheduler follow_up
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,9 +48,9 @@ fuzz: $(DEV_STAMP)
 
 bench: $(DEV_STAMP)
 	mkdir -p out/bench
-	set -e; for script in benchmarks/bench_*.py; do \
-	    name=$$(basename $$script .py); echo "$$name -> out/bench/$$name.jsonl" >&2; \
-	    $(BIN)/python $$script $(ARGS) > out/bench/$$name.jsonl; \
+	set -e; for name in $(BENCHMARKS); do \
+	    echo "$$name -> out/bench/$$name.json" >&2; \
+	    $(BIN)/python benchmarks/$$name.py $(ARGS) > out/bench/$$name.json; \
 	done
 
 clean:
