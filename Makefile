@@ -44,13 +44,14 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format
 
 fuzz: $(DEV_STAMP)
-	$(BIN)/python -m pytest --hypothesis-profile=fuzz -m fuzz --timeout=0 $(ARGS) $(TESTS)
+	$(BIN)/python -m pytest --hypothesis-profile=fuzz -m hypothesis --timeout=0 \
+	    -o faulthandler_timeout=0 $(ARGS) $(TESTS)
 
 bench: $(DEV_STAMP)
 	mkdir -p out/bench
-	set -e; for name in $(BENCHMARKS); do \
-	    echo "$$name -> out/bench/$$name.json" >&2; \
-	    $(BIN)/python benchmarks/$$name.py $(ARGS) > out/bench/$$name.json; \
+	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do \
+	    name=$$(basename $$script .py); echo "$$name -> out/bench/$$name.json" >&2; \
+	    $(BIN)/python $$script $(ARGS) > out/bench/$$name.json; \
 	done
 
 clean:
