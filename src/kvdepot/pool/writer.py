@@ -205,7 +205,9 @@ class Writer:
         """Until the oldest open segment must be sealed, or what waits has waited long enough."""
         if self._queue:
             return _LINGER_S
-        opened = [state.open.opened_at_s for state in self._states if state.open is not None]
+        # one look at each: another thread may seal the segment in between
+        segments = [state.open for state in self._states]
+        opened = [segment.opened_at_s for segment in segments if segment is not None]
         if not opened:
             return None
         return max(min(opened) + self._segment_age_s - self._clock.monotonic_s(), 0.001)
