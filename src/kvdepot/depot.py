@@ -131,6 +131,8 @@ class Depot:
         group_keys = self._group_keys(keys)
         for group, host in enumerate(self.hosts):
             blocks = min(blocks, self._prefix(host, group_keys[group][:blocks]))
+        self._counters.add("lookup_blocks_total", len(keys))
+        self._counters.add("lookup_hit_blocks_total", blocks)
         tiers = tuple(
             "host"
             if all(host.holds(group_keys[g][index]) for g, host in enumerate(self.hosts))

@@ -15,8 +15,8 @@ __all__ = ["METRICS", "Counters"]
 #: name -> help text
 METRICS: Mapping[str, str] = MappingProxyType(
     {
-        "lookup_blocks_total": "blocks asked for in lookups",
-        "lookup_hit_blocks_total": "blocks that lookups found",
+        "lookup_blocks_total": "blocks of prompts looked up",
+        "lookup_hit_blocks_total": "blocks of prompts found, from the first on without a gap",
         "load_blocks_total": "blocks loaded and verified",
         "load_bytes_total": "payload bytes loaded and verified",
         "load_reads_total": "read calls to storage",

@@ -19,6 +19,7 @@ __all__ = ["ALIGNMENT", "HostBuffer", "address_of", "aligned_bytes", "merged_row
 
 #: Alignment of everything that moves: the page, and a multiple of every disk's logical block.
 ALIGNMENT = 4096
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class HostBuffer:
@@ -47,7 +48,7 @@ class HostBuffer:
             self._map = mmap.mmap(self.fd, self.length_bytes, flags=flags)
         else:
             self._map = mmap.mmap(-1, self.length_bytes, flags=flags | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
+            if hasattr(mmap, "MADV_HUGEPAGE") and self.length_bytes >= _HUGE_PAGE_BYTES:
                 # fewer faults and fewer pinned pages per O_DIRECT call; a refusal costs only that
                 try:
                     self._map.madvise(mmap.MADV_HUGEPAGE)

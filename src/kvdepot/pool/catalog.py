@@ -132,8 +132,7 @@ class Catalog:
         Raises:
             PoolError: the storage refused; what was found before stays.
         """
-        added: list[SegmentEntry] = []
-        removed: list[SegmentEntry] = []
+        listed: dict[tuple[str, str], dict[SegmentName, SegmentEntry]] = {}
         present: set[tuple[str, str]] = set()
         for name in [namespace] if namespace else self._namespaces():
             for info in self._disk.files(f"{NAMESPACE_FOLDER}/{name}"):
@@ -142,7 +141,12 @@ class Catalog:
                 key = (name, info.name)
                 present.add(key)
                 if self._is_due(key, info.mtime_ns) or is_full:
-                    self._list(key, added, removed)
+                    listed[key] = self._list(key)
+        # only when all listings are in: an error half-way must not lose what was found before it
+        added: list[SegmentEntry] = []
+        removed: list[SegmentEntry] = []
+        for key, found in listed.items():
+            self._take(self._folders[key], found, added, removed)
         for key in [key for key in self._folders if key not in present]:
             if namespace is None or key[0] == namespace:
                 removed += self._folders.pop(key).entries.values()
@@ -199,22 +203,24 @@ class Catalog:
             folder.changed_at_s = now_s
         return now_s - folder.changed_at_s < _QUIET_S
 
-    def _list(
-        self,
-        key: tuple[str, str],
-        added: list[SegmentEntry],
-        removed: list[SegmentEntry],
-    ) -> None:
+    def _list(self, key: tuple[str, str]) -> dict[SegmentName, SegmentEntry]:
         namespace, hour = key
-        folder = self._folders[key]
         found: dict[SegmentName, SegmentEntry] = {}
         for info in self._disk.files(f"{NAMESPACE_FOLDER}/{namespace}/{hour}"):
             name = parse_segment_name(info.name)
-            if name is None or not info.is_regular:
-                continue
-            found[name] = SegmentEntry(
-                namespace, hour, name, info.length_bytes, info.mtime_ns, info.inode
-            )
+            if name is not None and info.is_regular:
+                found[name] = SegmentEntry(
+                    namespace, hour, name, info.length_bytes, info.mtime_ns, info.inode
+                )
+        return found
+
+    @staticmethod
+    def _take(
+        folder: _Folder,
+        found: dict[SegmentName, SegmentEntry],
+        added: list[SegmentEntry],
+        removed: list[SegmentEntry],
+    ) -> None:
         for name, entry in found.items():
             known = folder.entries.get(name)
             if known is None:

@@ -52,7 +52,7 @@ _FOLDER_ENTRIES_MAX = 4000
 #: everything is looked at again this often, whatever the mtimes say
 _FULL_REFRESH_S = 60.0
 _TOUCH_INTERVAL_S = 2.0
-_ADMIT_ATTEMPTS = 3
+_ADMIT_ATTEMPTS = 8
 
 
 class RootListener(Protocol):
@@ -188,7 +188,7 @@ class Root:
             if reservation is not None:
                 return reservation
             # two claims met, or another process cleans: one will be first next time
-            time.sleep(secrets.randbelow(20) / 1000)
+            time.sleep(secrets.randbelow(50) / 1000)
         raise PoolFull(
             f"{self.disk.place}: no room for {format_bytes(length_bytes)} within "
             f"{format_bytes(self.limits.capacity_bytes)} and its floors",
@@ -367,7 +367,9 @@ class Root:
 
     def _hour(self, now_s: float) -> str:
         """The folder for a new segment: the hour in UTC, with a number once it is crowded."""
-        hour = time.strftime("%Y%m%d%H", time.gmtime(now_s))
+        at = time.gmtime(now_s)
+        # ten digits whatever the clock says, or readers would not know the folder
+        hour = f"{at.tm_year % 10_000:04d}{at.tm_mon:02d}{at.tm_mday:02d}{at.tm_hour:02d}"
         name, number = hour, 0
         while self.catalog.count(self.namespace, name) >= _FOLDER_ENTRIES_MAX:
             number += 1

@@ -19,7 +19,7 @@ from kvdepot.identity import Identity
 from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.io.disk import Disk
 from kvdepot.io.localdisk import LocalDisk
-from kvdepot.keys import BlockKey
+from kvdepot.keys import KEY_BYTES, BlockKey
 from kvdepot.metrics import Counters
 from kvdepot.pool.index import BlockIndex
 from kvdepot.pool.reader import Reader
@@ -179,10 +179,7 @@ class PoolTier:
     # the verbs
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
-        found = self._index.prefix(keys)
-        self.counters.add("lookup_blocks_total", len(keys))
-        self.counters.add("lookup_hit_blocks_total", found)
-        return found
+        return self._index.prefix(keys)
 
     def load(self, reads: Sequence[Read], *, deadline_s: float | None = None) -> Job:
         job = Job([read.key for read in reads], deadline_s=deadline_s, clock=self._clock)
@@ -194,6 +191,8 @@ class PoolTier:
         job = Job([write.key for write in writes], clock=self._clock)
         if not writes:
             return job
+        if any(len(write.key) != KEY_BYTES or len(write.parent) != KEY_BYTES for write in writes):
+            raise ValueError(f"block keys and their parents have {KEY_BYTES} bytes")
         reason = (
             "dropped_closed_total"
             if self._is_closed
