@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -144,6 +145,24 @@ def test_touch_moves_the_time_forward(disk):
     before = disk.files(".")[0].mtime_ns
     assert disk.touch("file") is True
     assert disk.files(".")[0].mtime_ns >= before
+
+
+def test_a_folders_time_moves_when_its_entries_do(disk):
+    def mtime_ns():
+        return next(info.mtime_ns for info in disk.files(".") if info.name == "folder")
+
+    put(disk, "folder/file")
+    times = [mtime_ns()]
+    for change in (
+        lambda: put(disk, "folder/other"),
+        lambda: disk.publish("folder/other", "folder/final"),
+        lambda: disk.remove("folder/final"),
+        lambda: disk.create("folder/deeper/file", 0).close(),
+    ):
+        time.sleep(0.02)  # longer than a tick of the file system's clock
+        change()
+        times.append(mtime_ns())
+    assert times == sorted(set(times))
 
 
 # limits, clock and counts

@@ -45,7 +45,9 @@ class Space(NamedTuple):
 class DiskFile(Protocol):
     """An open file. Positioned calls may come from several threads at once."""
 
-    length_bytes: int
+    @property
+    def length_bytes(self) -> int:
+        """The file's length when it was opened, or since changed through this object."""
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
         """Fill the parts in order from `offset`; return the bytes read, fewer only at the end."""
@@ -76,10 +78,13 @@ class DiskLock(Protocol):
 class Disk(Protocol):
     """One root. Thread-safe."""
 
-    #: where it is, for people
-    place: str
-    #: reads and writes whose address, length and offset are multiples of ALIGNMENT skip the page cache
-    is_direct: bool
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Reads and writes with address, length and offset in ALIGNMENTs skip the page cache."""
 
     def create(self, name: str, reserve_bytes: int) -> DiskFile:
         """Make a new file of that length (its space reserved where the storage can) and open it.

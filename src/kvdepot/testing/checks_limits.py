@@ -149,6 +149,7 @@ def check_back_pressure(subject: TierSubject, folder: Path) -> None:
                 f"a store beyond the limit took {seconds:.2f} s on slow storage",
             )
             jobs.append(job)
+            time.sleep(0.02)  # let the tier's workers get stuck in the slow storage
             pending = sum(job.outcomes.count(Outcome.PENDING) for job in jobs) * _BLOCK_BYTES
             require(
                 pending <= limit, f"{pending} bytes of stores are pending, the limit is {limit}"

@@ -12,8 +12,9 @@ Subclass `TierConformance` in a test module and fill in the hooks of `TierSubjec
             tier.delay_s = seconds
 
 pytest then finds one test per promise. Each is a plain function as well, so that any other runner can
-call ``check(subject, folder)``: see `CHECKS`. What a tier does not claim (in its `TierLimits`) or
-offers no hook for is skipped with the reason. A check fails by AssertionError with a sentence.
+call ``check(subject, folder)``: see `CHECKS`. The class must do without ``__init__`` (pytest's rule).
+What a tier does not claim (in its `TierLimits`) or offers no hook for is skipped with the reason. A
+check fails by AssertionError with a sentence.
 """
 
 from __future__ import annotations

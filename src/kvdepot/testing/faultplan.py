@@ -118,6 +118,7 @@ class FaultPlan:
         self._busy_until_s: dict[str, float] = {}
         #: calls so far by verb
         self.counts: Counter[str] = Counter()
+        self._counts_by_thread: Counter[int] = Counter()
         #: bytes that `read` and `write` moved so far
         self.bytes_moved: Counter[str] = Counter()
 
@@ -210,12 +211,19 @@ class FaultPlan:
         with self._lock:
             return self.counts.total()
 
+    @property
+    def total_here(self) -> int:
+        """Calls of any verb that the calling thread has made so far."""
+        with self._lock:
+            return self._counts_by_thread[threading.get_ident()]
+
     # what a FaultDisk asks
 
     def meet(self, verb: str, name: str, offset: int = 0, length_bytes: int = 0) -> Verdict:
         """Count a call, wait as long as the rules say, and decide what becomes of it."""
         with self._lock:
             self.counts[verb] += 1
+            self._counts_by_thread[threading.get_ident()] += 1
             call = Call(verb, name, self.counts[verb], offset, length_bytes)
             rules = [rule for rule in self._rules if rule.verb == verb]
         chosen = [rule for rule in rules if self._is_chosen(rule, call)]

@@ -128,7 +128,8 @@ class SimDisk:
             node = media.names.get(name) or media.new_node()
             node.assign(bytearray(content), media.now_ns())
             media.names[name] = media.durable_names[name] = node
-            media.folders |= set(parents_of(name))
+            media.add_folders(parents_of(name))
+            media.stamp(name)
 
     # the verbs
 
@@ -188,7 +189,7 @@ class SimDisk:
             is_used = any(other.startswith(inside) for other in (*media.names, *media.folders))
             if name not in media.folders or is_used:
                 return False
-            media.folders.remove(name)
+            media.remove_folder(name)
             return True
 
     def files(self, folder: str) -> list[FileInfo]:
@@ -200,8 +201,8 @@ class SimDisk:
                 if folder_of(name) == folder
             ]
             return entries + [
-                FileInfo(_last(name), 0, 0, True, False)  # noqa: FBT003
-                for name in media.folders
+                FileInfo(_last(name), 0, mtime_ns, True, False)  # noqa: FBT003
+                for name, mtime_ns in media.folders.items()
                 if folder_of(name) == folder
             ]
 
@@ -290,7 +291,7 @@ class SimDisk:
             if folder in self._media.names:
                 raise PoolDenied(f"{folder}: ENOTDIR: a file where a folder is due", path=folder)
         self._need(inodes=len(missing))
-        self._media.folders.update(missing)
+        self._media.add_folders(missing)
 
     def _refuse_taken(self, name: str, verb: str) -> None:
         if name in self._media.names or name in self._media.folders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterable
 
 from kvdepot.clock import Clock
 from kvdepot.io.buffers import ALIGNMENT
@@ -109,7 +110,8 @@ class Media:
         self.clock = clock
         self.names: dict[str, Node] = {}
         self.durable_names: dict[str, Node] = {}
-        self.folders: set[str] = set()
+        #: folder -> when an entry of it was last added or removed
+        self.folders: dict[str, int] = {}
         self.handles = 0
         self._numbers = 0
 
@@ -126,8 +128,26 @@ class Media:
     def used_inodes(self) -> int:
         return len(set(self.names.values())) + len(self.folders)
 
+    def add_folders(self, folders: Iterable[str]) -> None:
+        """Make folders that are missing."""
+        for folder in folders:
+            if folder not in self.folders:
+                self.folders[folder] = self.now_ns()
+                self.stamp(folder)
+
+    def remove_folder(self, folder: str) -> None:
+        del self.folders[folder]
+        self.stamp(folder)
+
+    def stamp(self, name: str) -> None:
+        """An entry of the folder that `name` lies in was added or removed."""
+        if folder_of(name) in self.folders:
+            self.folders[folder_of(name)] = self.now_ns()
+
     def name_changed(self, *names: str) -> None:
-        """Names became live; now and then their folders reach the disk."""
+        """File names came or went; now and then their folders reach the disk."""
+        for name in names:
+            self.stamp(name)
         for folder in dict.fromkeys(folder_of(name) for name in names):
             if self.random.randrange(_SETTLE_ONE_IN) == 0:
                 self.settle_folder(folder)
@@ -153,9 +173,10 @@ class Media:
                 copies[node] = image.new_node()
                 copies[node].assign(node.survivor(source), node.mtime_ns)
             image.names[name] = copies[node]
-            image.folders |= set(parents_of(name))
-        image.folders |= {folder for folder in sorted(self.folders) if source.random() < 0.5}
-        image.folders |= {parent for folder in image.folders for parent in parents_of(folder)}
+            image.add_folders(parents_of(name))
+        for folder in sorted(self.folders):
+            if source.random() < 0.5:
+                image.add_folders([*parents_of(folder), folder])
         image.durable_names = dict(image.names)
         return image
 
