@@ -57,13 +57,14 @@ class PoolTier:
         clock: Clock,
         counters: Counters,
         has_threads: bool,
+        index: BlockIndex | None = None,
     ) -> None:
         self.counters = counters
         self.identity = identity
         self._config = config
         self._clock = clock
         self._digest = identity.digest()
-        self._index = BlockIndex()
+        self._index = BlockIndex() if index is None else index
         self._files = OpenFiles(self._digest, _OPEN_FILES_MAX)
         self._table = SegmentTable(self._index, self._files, counters, self._digest)
         self._touches: deque[Sequence[BlockKey]] = deque(maxlen=_TOUCHES_MAX)
@@ -127,6 +128,7 @@ class PoolTier:
         counters: Counters | None = None,
         disks: Sequence[Disk] | None = None,
         has_threads: bool = True,
+        index: BlockIndex | None = None,
     ) -> PoolTier:
         """Open a pool for one identity, making it where it does not exist. Blocks on file calls.
 
@@ -137,6 +139,7 @@ class PoolTier:
             counters: shared with the caller; fresh ones otherwise.
             disks: one per URL, for tests that own the storage.
             has_threads: without, `run_pending` and `tick` do all work on the caller's thread.
+            index: an empty one to fill, for who wants to hear of its changes.
 
         Raises:
             PoolUrlError, ConfigError: settings.
@@ -158,6 +161,7 @@ class PoolTier:
             clock=clock or SystemClock(),
             counters=counters or Counters(),
             has_threads=has_threads,
+            index=index,
         )
         for root in tier.roots:
             log.info(
@@ -183,14 +187,23 @@ class PoolTier:
 
     def load(self, reads: Sequence[Read], *, deadline_s: float | None = None) -> Job:
         job = Job([read.key for read in reads], deadline_s=deadline_s, clock=self._clock)
+        self.begin_load(job, reads)
+        return job
+
+    def begin_load(self, job: Job, reads: Sequence[Read]) -> None:
+        """`load` with a job of the caller's making, whose blocks are the reads' in order."""
         if reads:
             self._reader.submit(job, reads)
-        return job
 
     def store(self, writes: Sequence[Write]) -> Job:
         job = Job([write.key for write in writes], clock=self._clock)
+        self.begin_store(job, writes)
+        return job
+
+    def begin_store(self, job: Job, writes: Sequence[Write]) -> None:
+        """`store` with a job of the caller's making, whose blocks are the writes' in order."""
         if not writes:
-            return job
+            return
         if any(len(write.key) != KEY_BYTES or len(write.parent) != KEY_BYTES for write in writes):
             raise ValueError(f"block keys and their parents have {KEY_BYTES} bytes")
         reason = (
@@ -203,7 +216,7 @@ class PoolTier:
         if reason:
             job.resolve_all(Outcome.DROPPED)
             self.counters.add(reason, len(writes))
-            return job
+            return
         wanted: list[int] = []
         present = 0
         for index, is_present in enumerate(self._index.contains(job.keys)):
@@ -217,7 +230,6 @@ class PoolTier:
                 wanted.append(index)
         self.counters.add("store_present_blocks_total", present)
         self._writer.submit(job, writes, wanted)
-        return job
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         if keys:
