@@ -24,12 +24,13 @@ from kvdepot.clock import Clock, SystemClock
 from kvdepot.config import PoolConfig
 from kvdepot.host import HostRows
 from kvdepot.identity import Identity
+from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.keys import BlockKey, group_key
 from kvdepot.metrics import Counters
 from kvdepot.pool.tier import PoolTier
 from kvdepot.restore import Restore
 from kvdepot.tiers import Job, Tier, Write
-from kvdepot.units import MIB
+from kvdepot.units import MIB, round_up
 
 __all__ = ["Cut", "Depot", "Hit", "Restore"]
 
@@ -76,10 +77,12 @@ class Depot:
         self.pool = pool
         self._counters = counters
         self._clock = clock
-        total = sum(identity.block_bytes)
+        # as many rows in each group: a block is of use only with its groups all together
+        row_bytes = [round_up(block_bytes, ALIGNMENT) for block_bytes in identity.block_bytes]
+        rows = host_bytes // sum(row_bytes)
         self.hosts = [
-            HostRows(block_bytes, host_bytes * block_bytes // total)
-            for block_bytes in identity.block_bytes
+            HostRows(block_bytes, rows * row)
+            for block_bytes, row in zip(identity.block_bytes, row_bytes, strict=True)
         ]
         self._unsettled: deque[tuple[int, list[int], Job]] = deque()
 

@@ -66,6 +66,7 @@ class Restore:
         self._is_from_disk = [False] * self.blocks
         self._parts: list[deque[_Part]] = [deque() for _ in group_keys]
         self._next = [0] * len(group_keys)
+        self._out: tuple[int, _Part] | None = None
         self._is_released = False
         self.bytes_read = 0
         self._ask()
@@ -104,12 +105,13 @@ class Restore:
                 if not parts:
                     return  # no rows are to be had
             part = parts.popleft()
+            self._out = (group_index, part)
             leading = self._leading(part)
             first = part.first
             for run in contiguous_runs(part.rows[:leading]):
                 yield first, run.rows, host.run(run)
                 first += run.rows
-            self._give_back(group_index, part)
+            self._give_out_back()
             if leading < len(part.keys):
                 return
             self._ask()
@@ -119,6 +121,7 @@ class Restore:
         if self._is_released:
             return
         self._is_released = True
+        self._give_out_back()
         for group, parts in enumerate(self._parts):
             for part in parts:
                 if part.job is not None:
@@ -127,6 +130,12 @@ class Restore:
             parts.clear()
 
     # below
+
+    def _give_out_back(self) -> None:
+        """The part that the caller was copying out; it may have left the iterator half-way."""
+        if self._out is not None:
+            (group, part), self._out = self._out, None
+            self._give_back(group, part)
 
     def _ask(self) -> None:
         """Ask for further parts while there are rows; the first groups first."""
@@ -192,6 +201,9 @@ class Restore:
                 if outcome is Outcome.DONE:
                     host.fill(part.rows[position], part.keys[position])
             self.bytes_read += part.job.bytes_done
+            if part.job.leading_done == len(part.loaded):
+                # nothing is left to do but for the last reading thread to let go of the rows
+                part.job.wait_settled()
             self._give_rows_back(group, part.rows, part.job)
         else:
             host.release(part.rows)

@@ -254,16 +254,15 @@ class BlockIndex:
         self._live -= int(is_indexed.sum())
         if not self._spare:
             return
-        for index in range(len(rows)):
-            key = words[index].tobytes()
+        leaving = set(rows.tolist())
+        for position, key in enumerate(words.view("V32").reshape(-1).tolist()):
             spares = self._spare.get(key)
-            if not spares:
+            if spares is None:
                 continue
-            if not is_indexed[index]:
-                if int(rows[index]) in spares:
-                    spares.remove(int(rows[index]))
-            else:
-                self._promote(words[index : index + 1], spares.pop())
+            # a footer may name a key twice: a row that leaves as well cannot step in
+            spares[:] = [row for row in spares if row not in leaving]
+            if spares and is_indexed[position]:
+                self._promote(words[position : position + 1], spares.pop())
             if not spares:
                 del self._spare[key]
 
