@@ -88,7 +88,10 @@ def tmp_files(root: Path) -> list[Path]:
 
 
 def held_bytes(roots: Sequence[Path]) -> int | None:
-    """Bytes of all segments, finished or not; None while files come and go too fast to count."""
+    """Bytes of all segments, finished or not; None while files come and go too fast to count.
+
+    Two equal looks make one sample: every file in it was there at the moment between them.
+    """
     for _ in range(20):
         first, second = _snapshot(roots), _snapshot(roots)
         if first.keys() == second.keys():
@@ -96,21 +99,26 @@ def held_bytes(roots: Sequence[Path]) -> int | None:
     return None
 
 
-def _snapshot(roots: Sequence[Path]) -> dict[tuple[int, int], int]:
-    """Length by device and inode: while it is published a file has two names."""
-    found = {}
+def _snapshot(roots: Sequence[Path]) -> dict[str, int]:
+    """Length by writer and sequence, which a segment keeps from its claim to its eviction.
+
+    Inodes would not do: they are used again at once.
+    """
+    found: dict[str, int] = {}
     for root in roots:
         for path in _walk(root):
             try:
-                status = os.stat(path, follow_symlinks=False)
+                length = os.stat(path, follow_symlinks=False).st_size
             except FileNotFoundError:
                 continue
-            found[status.st_dev, status.st_ino] = status.st_size
+            name = os.path.basename(path)
+            found[f"{root}/{name[:25]}"] = length  # 16 digits, a dash, 8 digits
     return found
 
 
 def _walk(root: Path) -> Iterator[str]:
-    for folder in ("ns", "tmp"):
+    # first where segments come from, then where they go: one that moves meanwhile is seen once
+    for folder in ("tmp", "ns"):
         for place, _, names in os.walk(root / folder):
             yield from (f"{place}/{name}" for name in names if not name.endswith(".json"))
 

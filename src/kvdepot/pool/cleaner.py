@@ -18,7 +18,7 @@ from kvdepot.clock import Clock
 from kvdepot.errors import PoolError, WriterNameTaken
 from kvdepot.io.disk import Disk, Space
 from kvdepot.metrics import Counters
-from kvdepot.pool.catalog import Catalog, SegmentEntry
+from kvdepot.pool.catalog import Catalog, SegmentEntry, TmpEntry
 from kvdepot.pool.lease import LeaseHolder, LeaseWatch
 from kvdepot.pool.sizes import Limits
 from kvdepot.units import format_bytes
@@ -67,16 +67,16 @@ class Cleaner:
         self._knowledge = knowledge
         self._watch = LeaseWatch(disk, clock, lease_s=lease_s)
 
-    def used_bytes(self) -> int:
-        """Bytes of all known segments, and what all writers may yet put into theirs."""
-        return self._catalog.used_bytes + sum(
-            entry.reserved_bytes for entry in self._catalog.tmp_entries()
-        )
+    def used_bytes(self, claims: Iterable[TmpEntry] | None = None) -> int:
+        """Bytes of all known segments, and what all writers may yet put into theirs (`claims`)."""
+        if claims is None:
+            claims = self._catalog.tmp_entries()
+        return self._catalog.used_bytes + sum(entry.reserved_bytes for entry in claims)
 
-    def excess_bytes(self, wanted_bytes: int) -> int:
+    def excess_bytes(self, wanted_bytes: int, claims: Iterable[TmpEntry] | None = None) -> int:
         """How much must go before `wanted_bytes` more may be written; 0 when they may."""
         space = self._disk.space()
-        excess = self.used_bytes() + wanted_bytes - self.limits.capacity_bytes
+        excess = self.used_bytes(claims) + wanted_bytes - self.limits.capacity_bytes
         excess = max(excess, self.limits.free_bytes_min + wanted_bytes - space.free_bytes, 0)
         if self._lacks_inodes(space):
             excess = max(excess, 1)  # any one segment gives an inode back

@@ -110,6 +110,9 @@ def _publish_small(disk: Disk, path: str, text: bytes) -> None:
     file = disk.create(tmp, 0)
     try:
         file.write(0, [memoryview(text)])
+        # once per pool; without it a power loss may leave an empty file under the final name, and
+        # nobody could open the pool again
+        file.sync()
         file.close()
         is_published = disk.publish(tmp, path)
     except PoolError:

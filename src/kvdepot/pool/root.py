@@ -349,7 +349,11 @@ class Root:
         path = tmp_path(name, length_bytes)
         file = self.disk.create(path, 0)
         try:
-            if self._cleaner.excess_bytes(0) == 0:
+            # claims before segments: what another writer publishes in between is seen in one of the
+            # two, or in both; the other order would see it in neither and overrun the capacity
+            claims = self.catalog.tmp_entries()
+            self.discover(is_full=False)
+            if self._cleaner.excess_bytes(0, claims) == 0:
                 file.truncate(length_bytes)
                 return Reservation(name, path, file, length_bytes)
         except BaseException:
