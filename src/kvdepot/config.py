@@ -9,7 +9,7 @@ import msgspec
 from kvdepot.errors import ConfigError
 from kvdepot.units import MIB, parse_bytes
 
-__all__ = ["PoolConfig"]
+__all__ = ["PoolConfig", "WorkerConfig"]
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 
@@ -77,3 +77,31 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"pool settings: {error}") from error
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How an engine's process watches the child process that does its I/O."""
+
+    #: for a child to start and to open the pool: imports take a second, an index of many footers five
+    open_timeout_s: float = 30.0
+    #: how often the child is asked whether it is there
+    heartbeat_s: float = 1.0
+    #: silence after which it is killed and replaced; a busy machine makes a healthy one wait seconds
+    hang_s: float = 10.0
+    #: one read or write that takes longer means storage that hangs: only the end of the process gives
+    #: the rows back, so it is killed and replaced
+    stuck_s: float = 60.0
+    #: wait before a replacement is started, doubled each time up to the maximum
+    backoff_s: float = 0.5
+    backoff_s_max: float = 30.0
+    #: rows of loads and stores that wait to be sent to the child; more are failed and dropped
+    queue_rows: _Positive = 65_536
+
+    def __post_init__(self) -> None:
+        for name, value in msgspec.structs.asdict(self).items():
+            if not value > 0:
+                raise ConfigError(f"{name} must be positive: {value}")
+        if self.hang_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"hang_s ({self.hang_s}) must be at least twice heartbeat_s ({self.heartbeat_s})"
+            )

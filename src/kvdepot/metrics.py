@@ -36,12 +36,14 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "dropped_too_large_total": "blocks not stored because they do not fit into a segment",
         "dropped_read_only_total": "blocks not stored because the pool is opened read-only",
         "dropped_closed_total": "blocks not stored because the tier was closed",
+        "dropped_no_worker_total": "blocks not stored because no worker process was there",
         "segments_published_total": "segments made visible",
         "segments_abandoned_total": "segments given up before they were visible",
         "segments_evicted_total": "segments removed to make room",
         "segment_bytes_evicted_total": "bytes of segments removed to make room",
         "leftovers_swept_total": "files of dead writers removed",
         "discovered_segments_total": "segments of other writers taken into the index",
+        "worker_restarts_total": "worker processes started in place of one that ended or hung",
     }
 )
 

@@ -37,6 +37,7 @@ class HostBuffer:
         if length_bytes < 1:
             raise ConfigError(f"a buffer needs at least one byte, not {length_bytes}")
         self.length_bytes = round_up(length_bytes, ALIGNMENT)
+        self.is_prefaulted = is_prefaulted
         self.fd: int | None = None
         flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
         populate = getattr(mmap, "MAP_POPULATE", 0)
@@ -59,12 +60,15 @@ class HostBuffer:
         self.memory = memoryview(self._map)
 
     @classmethod
-    def of_fd(cls, fd: int, length_bytes: int) -> HostBuffer:
+    def of_fd(cls, fd: int, length_bytes: int, *, is_prefaulted: bool = False) -> HostBuffer:
         """Map shared memory that another process made; the descriptor becomes this buffer's."""
         buffer = cls.__new__(cls)
         buffer.length_bytes = length_bytes
+        buffer.is_prefaulted = is_prefaulted
         buffer.fd = fd
-        buffer._map = mmap.mmap(fd, length_bytes, flags=mmap.MAP_SHARED)
+        # the pages are there, but a process that maps them has its own faults to take
+        populate = getattr(mmap, "MAP_POPULATE", 0) if is_prefaulted else 0
+        buffer._map = mmap.mmap(fd, length_bytes, flags=mmap.MAP_SHARED | populate)
         buffer.memory = memoryview(buffer._map)
         return buffer
 
