@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 
@@ -28,6 +28,7 @@ from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.keys import BlockKey, group_key
 from kvdepot.metrics import Counters
 from kvdepot.pool.tier import PoolTier
+from kvdepot.pool.worker import WorkerTier
 from kvdepot.restore import Restore
 from kvdepot.tiers import Job, Tier, Write
 from kvdepot.units import MIB, round_up
@@ -68,22 +69,16 @@ class Depot:
         self,
         identity: Identity,
         pool: Tier | None,
+        hosts: Sequence[HostRows],
         *,
-        host_bytes: int,
         counters: Counters,
         clock: Clock,
     ) -> None:
         self.identity = identity
         self.pool = pool
+        self.hosts = hosts
         self._counters = counters
         self._clock = clock
-        # as many rows in each group: a block is of use only with its groups all together
-        row_bytes = [round_up(block_bytes, ALIGNMENT) for block_bytes in identity.block_bytes]
-        rows = host_bytes // sum(row_bytes)
-        self.hosts = [
-            HostRows(block_bytes, rows * row)
-            for block_bytes, row in zip(identity.block_bytes, row_bytes, strict=True)
-        ]
         self._unsettled: deque[tuple[int, list[int], Job]] = deque()
 
     @classmethod
@@ -93,6 +88,7 @@ class Depot:
         *,
         pool: PoolConfig | None,
         host_bytes: int,
+        io: Literal["threads", "process"] = "threads",
         clock: Clock | None = None,
     ) -> Depot:
         """Open the tiers. Blocks on file calls.
@@ -101,25 +97,35 @@ class Depot:
             identity: what the bytes are; names the pool's namespace.
             pool: settings of the pool; None for the host tier alone.
             host_bytes: memory for the host tier, touched now.
+            io: where the pool's I/O runs: in threads of this process, or in a child process, which
+                a busy thread of this one does not slow down.
             clock: for tests that own the time.
 
         Raises:
-            KvdepotError: as `PoolTier.open`, or a host buffer too small for one block.
+            KvdepotError: as `PoolTier.open` or `WorkerTier.open`, or a host buffer too small for one
+                block.
         """
         clock = clock or SystemClock()
         counters = Counters()
         identity.digest()
-        tier: PoolTier | None = None
-        if pool is not None:
-            # what waits to be written lies in host rows anyway: a shorter queue would save nothing
-            queue_bytes = max(pool.write_queue_bytes, host_bytes)
-            config = msgspec.structs.replace(pool, write_queue_bytes=queue_bytes)
-            tier = PoolTier.open(config, identity, clock=clock, counters=counters)
+        hosts = _host_rows(identity, host_bytes, is_shared=io == "process" and pool is not None)
         try:
-            return cls(identity, tier, host_bytes=host_bytes, counters=counters, clock=clock)
+            tier: Tier | None = None
+            if pool is not None:
+                # what waits to be written lies in host rows anyway: a shorter queue would save nothing
+                queue_bytes = max(pool.write_queue_bytes, host_bytes)
+                config = msgspec.structs.replace(pool, write_queue_bytes=queue_bytes)
+                if io == "process":
+                    buffers = [host.buffer for host in hosts]
+                    tier = WorkerTier.open(
+                        config, identity, buffers, clock=clock, counters=counters
+                    )
+                else:
+                    tier = PoolTier.open(config, identity, clock=clock, counters=counters)
+            return cls(identity, tier, hosts, counters=counters, clock=clock)
         except BaseException:
-            if tier is not None:
-                tier.close()
+            for host in hosts:
+                host.close()
             raise
 
     def __enter__(self) -> Self:
@@ -273,3 +279,13 @@ class Depot:
                 self.hosts[group].release(rows)
             else:
                 self._unsettled.append((group, rows, job))
+
+
+def _host_rows(identity: Identity, host_bytes: int, *, is_shared: bool) -> list[HostRows]:
+    # as many rows in each group: a block is of use only with its groups all together
+    row_bytes = [round_up(block_bytes, ALIGNMENT) for block_bytes in identity.block_bytes]
+    rows = host_bytes // sum(row_bytes)
+    return [
+        HostRows(block_bytes, rows * row, is_shared=is_shared)
+        for block_bytes, row in zip(identity.block_bytes, row_bytes, strict=True)
+    ]
