@@ -94,7 +94,6 @@ class Job:
         "_changed",
         "_clock",
         "_deadline_at",
-        "_is_cancelled",
         "_outcomes",
         "_pending",
         "_users",
@@ -122,7 +121,6 @@ class Job:
         self._outcomes = [Outcome.PENDING] * len(self.keys)
         self._pending = len(self.keys)
         self._users = 0
-        self._is_cancelled = False
         self._changed = threading.Condition()
         if not self.keys:
             self.finished_s = self.started_s
@@ -173,7 +171,6 @@ class Job:
     def cancel(self) -> None:
         """Give up what has not been reached. Does not wait; see `is_settled` for the buffers."""
         with self._changed:
-            self._is_cancelled = True
             self._finish_pending(Outcome.CANCELLED)
 
     # what a tier's threads use

@@ -37,6 +37,7 @@ class Item(NamedTuple):
 
     @property
     def padded_bytes(self) -> int:
+        """What the block takes in a segment."""
         return round_up(self.write.data.nbytes, ALIGNMENT)
 
 
@@ -61,6 +62,7 @@ class FillingSegment:
         self.is_sealed = False
 
     def has_room(self, padded_bytes: int) -> bool:
+        """Whether one more block fits, with the footer that it lengthens."""
         tail = empty_segment_bytes(self.placed_count + 1) - HEADER_BYTES
         is_within = self.cursor + padded_bytes + tail <= self.reservation.length_bytes
         return is_within and self.placed_count < RECORDS_MAX
