@@ -1,6 +1,7 @@
 """The kit on bad tiers: each has one fault, and the check that was made for it must find it.
 
-A check that accepts a broken tier is worth nothing, so every check has at least one mutant here.
+A check that accepts a broken tier is worth nothing, so every check has at least one mutant here. The
+checks are in kvdepot.testing.checks_bytes, checks_limits, checks_time and checks_life.
 """
 
 from __future__ import annotations

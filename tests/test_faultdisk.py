@@ -1,4 +1,7 @@
-"""The misbehaving disk does what its plan says, to the calls that the plan chose, and counts them."""
+"""The misbehaving disk does what its plan says, to the calls that the plan chose, and counts them.
+
+Covers kvdepot.testing.faults, kvdepot.testing.faultplan, kvdepot.testing.damage and the clock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The simulated disk: the verbs answer as `Disk` says, and crashes leave plausible images only."""
+"""The simulated disk: the verbs answer as `Disk` says, and crashes leave plausible images only.
+
+Covers kvdepot.testing.simdisk and, through it, kvdepot.testing.simmedia.
+"""
 
 from __future__ import annotations
 

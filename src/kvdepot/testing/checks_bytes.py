@@ -145,10 +145,10 @@ def check_store_buffers_not_retained(subject: TierSubject, folder: Path) -> None
         settled(tier.store(writes), "a store")
         for write in writes:
             write.data[:] = bytes(write.data.nbytes)
-        load_all_present(tier, engine, tokens)
+        _load_all_present(tier, engine, tokens)
 
 
-def load_all_present(tier: Tier, engine: ToyEngine, tokens: Sequence[int]) -> None:
+def _load_all_present(tier: Tier, engine: ToyEngine, tokens: Sequence[int]) -> None:
     """After a drain, load a whole prompt twice; from wherever the tier may have it."""
     require(tier.drain(60), "drain did not end")
     for _ in range(2):

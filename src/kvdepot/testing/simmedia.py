@@ -116,16 +116,20 @@ class Media:
         self._numbers = 0
 
     def now_ns(self) -> int:
+        """The time that files get, by the storage's clock."""
         return int(self.clock.wall_s() * 1e9)
 
     def new_node(self) -> Node:
+        """An empty file without a name."""
         self._numbers += 1
         return Node(self._numbers, self.sector_bytes, self.now_ns())
 
     def used_bytes(self) -> int:
+        """Bytes of all named files, in whole pages."""
         return sum(round_up(len(node.live), ALIGNMENT) for node in set(self.names.values()))
 
     def used_inodes(self) -> int:
+        """Named files and folders."""
         return len(set(self.names.values())) + len(self.folders)
 
     def add_folders(self, folders: Iterable[str]) -> None:
@@ -136,6 +140,7 @@ class Media:
                 self.stamp(folder)
 
     def remove_folder(self, folder: str) -> None:
+        """Remove a folder that is known to be empty."""
         del self.folders[folder]
         self.stamp(folder)
 
@@ -153,6 +158,7 @@ class Media:
                 self.settle_folder(folder)
 
     def settle_folder(self, folder: str) -> None:
+        """Make the names in a folder durable as they are."""
         for name in [name for name in self.durable_names if folder_of(name) == folder]:
             del self.durable_names[name]
         for name, node in self.names.items():
