@@ -55,6 +55,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ConfigError("a pool needs at least one URL")
         if len(set(self.urls)) != len(self.urls):
             raise ConfigError(f"the same root is given twice: {', '.join(self.urls)}")
+        if self.capacity_bytes == 0:
+            raise ConfigError("capacity_bytes must be positive: a pool of 0 bytes holds nothing")
         for name in ("capacity_bytes", "free_bytes_min", "free_inodes_min"):
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvdepot.errors import PoolError
 from kvdepot.io.buffers import ALIGNMENT, address_of, aligned_bytes
 from kvdepot.pool.catalog import SegmentEntry
-from kvdepot.pool.root import Reservation, Root
+from kvdepot.pool.reservation import Reservation
+from kvdepot.pool.root import Root
 from kvdepot.pool.segment import (
     HEADER_BYTES,
     RECORD,
@@ -76,6 +78,8 @@ class RootState:
         self.lock = threading.Lock()
         self.open: FillingSegment | None = None
         self.paused_until_s = float("-inf")
+        #: why it was paused
+        self.refusal: PoolError | None = None
 
 
 def _records_of(placed: Sequence[Placed]) -> Records:

@@ -58,7 +58,9 @@ def open_pool_file(disk: Disk, capacity_bytes: int | None, *, is_read_only: bool
         format=_FORMAT_NAME,
         version=FORMAT_VERSION,
         pool_id=secrets.token_hex(16),
-        capacity_bytes=capacity_bytes or max(disk.space().free_bytes // 2, 1),
+        capacity_bytes=(
+            max(disk.space().free_bytes // 2, 1) if capacity_bytes is None else capacity_bytes
+        ),
     )
     _publish_small(disk, POOL_FILE, _encoded(fresh))
     # another process may have been first: what is there holds

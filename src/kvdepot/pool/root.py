@@ -39,11 +39,12 @@ from kvdepot.pool.poolfile import (
     open_pool_file,
     restore_pool_file,
 )
+from kvdepot.pool.reservation import Reservation
 from kvdepot.pool.segment import SegmentName
 from kvdepot.pool.sizes import Limits, configured_capacity, segment_bytes_within
 from kvdepot.units import format_bytes
 
-__all__ = ["Reservation", "Root", "RootListener"]
+__all__ = ["Root", "RootListener"]
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +70,6 @@ class RootListener(Protocol):
 
     def bad_segments(self, root: Root) -> list[SegmentEntry]:
         """Segments whose footer or header does not verify."""
-
-
-class Reservation:
-    """A place for a segment that is being written; bounded in size from the start."""
-
-    def __init__(self, name: SegmentName, path: str, file: DiskFile, length_bytes: int) -> None:
-        self.name = name
-        self.path = path
-        self.file = file
-        self.length_bytes = length_bytes
 
 
 class Root:

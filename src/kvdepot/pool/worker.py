@@ -26,7 +26,7 @@ import msgspec
 
 from kvdepot.clock import Clock, SystemClock
 from kvdepot.config import PoolConfig, WorkerConfig
-from kvdepot.errors import KvdepotError
+from kvdepot.errors import ConfigError, KvdepotError
 from kvdepot.identity import Identity
 from kvdepot.io.buffers import ALIGNMENT, HostBuffer
 from kvdepot.keys import KEY_BYTES, BlockKey
@@ -180,7 +180,7 @@ class WorkerTier:
         for read in reads:
             _check_key(read.key)
             if read.into.readonly:
-                raise TypeError("a row to load into must be writable")
+                raise ConfigError("a row to load into must be writable")
             buffer, offset = self._shared.place(read.into)
             rows.append(Row(read.key, buffer, offset, read.into.nbytes))
         link = self._link

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvdepot.clock import Clock
 from kvdepot.errors import PoolError, PoolFull
-from kvdepot.keys import BlockKey
 from kvdepot.metrics import Counters
 from kvdepot.pool.catalog import SegmentEntry
 from kvdepot.pool.filling import (
@@ -35,14 +33,13 @@ from kvdepot.pool.segment import (
     Records,
     block_checksum,
 )
+from kvdepot.pool.write_queue import WriteQueue
 from kvdepot.tiers import Job, Outcome, Write
 
 __all__ = ["Writer"]
 
 log = logging.getLogger(__name__)
 
-#: a run waits so long for more blocks, so that callers who store block by block make long writes
-_LINGER_S = 0.002
 #: after a root refused, it is left alone for so long; stores go to the other roots or are dropped
 _PAUSE_S = 1.0
 
@@ -74,19 +71,9 @@ class Writer:
         self._clock = clock
         self._identity_digest = identity_digest
         self._on_published = on_published
-        self._unit_bytes = unit_bytes
-        self._queue_bytes_max = queue_bytes_max
         self._segment_age_s = segment_age_s
-        self._wake = threading.Condition()
-        self._queue: deque[Item] = deque()
-        #: bytes that hold their callers' memory, and those of them that no thread has taken yet
-        self._queued_bytes = 0
-        self._waiting_bytes = 0
-        self._queue_since_s = 0.0
-        #: keys that are queued, or written and not yet published
-        self._on_their_way: dict[BlockKey, None] = {}
-        self._is_flushing = False
-        self._is_closed = False
+        self._queue = WriteQueue(clock, unit_bytes=unit_bytes, bytes_max=queue_bytes_max)
+        self._turn_lock = threading.Lock()
         self._turn = 0
         self._threads = [
             threading.Thread(target=self._run, name=f"kvdepot-write-{n}", daemon=True)
@@ -98,73 +85,34 @@ class Writer:
     @property
     def queued_bytes(self) -> int:
         """Bytes of stores that hold their caller's memory."""
-        return self._queued_bytes
+        return self._queue.held_bytes
 
-    def submit(self, job: Job, writes: Sequence[Write], indices: Sequence[int]) -> None:
-        """Take the blocks at `indices`; what does not fit into the queue is dropped at once."""
-        full = present = 0
-        with self._wake:
-            for index in indices:
-                write = writes[index]
-                if self._is_closed:
-                    job.resolve(index, Outcome.DROPPED)
-                    self._counters.add("dropped_closed_total")
-                elif write.key in self._on_their_way:
-                    job.resolve(index, Outcome.DONE)
-                    present += 1
-                elif self._queued_bytes + write.data.nbytes > self._queue_bytes_max:
-                    job.resolve(index, Outcome.DROPPED)
-                    full += 1
-                else:
-                    self._on_their_way[write.key] = None
-                    self._queued_bytes += write.data.nbytes
-                    if not self._queue:
-                        self._queue_since_s = self._clock.monotonic_s()
-                    self._queue.append(Item(job, index, write))
-                    self._waiting_bytes += write.data.nbytes
-            # one thread lingers; the others are woken when there is a run for each
-            self._wake.notify(1 + self._waiting_bytes // self._unit_bytes)
-        self._counters.add("dropped_queue_full_total", full)
-        self._counters.add("store_present_blocks_total", present)
+    def submit(self, job: Job, writes: Sequence[Write], positions: Sequence[int]) -> None:
+        """Take the blocks at `positions`; what does not fit into the queue is dropped at once."""
+        offered = self._queue.offer(job, writes, positions)
+        self._counters.add("store_present_blocks_total", offered.present)
+        self._counters.add("dropped_queue_full_total", offered.full)
+        self._counters.add("dropped_closed_total", offered.closed)
 
     def drain(self, timeout_s: float) -> bool:
-        """Block until all stores so far are visible or lost; False when time ran out."""
-        give_up_at_s = self._clock.monotonic_s() + timeout_s
-        with self._wake:
-            self._is_flushing = True
-            self._wake.notify_all()
-            try:
-                while self._on_their_way:
-                    left_s = give_up_at_s - self._clock.monotonic_s()
-                    if left_s <= 0:
-                        return False
-                    if not self._threads:
-                        return False  # without threads, `run_pending` must have been called before
-                    self._wake.wait(left_s)
-            finally:
-                self._is_flushing = False
-        return True
+        """Block until all stores so far are visible or lost; False when time ran out.
+
+        Without threads, `run_pending` must have been called before: nobody else does the work.
+        """
+        return self._queue.drain(timeout_s if self._threads else 0.0)
 
     def run_pending(self, *, flush: bool = False) -> bool:
         """Write one run, or seal what is due, on the caller's thread; say whether anything was done."""
-        with self._wake:
-            batch = self._take()
-        if batch:
-            self._write(batch)
+        run = self._queue.take()
+        if run:
+            self._write(run)
             return True
         return self._seal_due(flush=flush)
 
     def close(self, timeout_s: float) -> None:
         """Publish what was taken as long as time allows, then stop. Idempotent."""
-        if self._threads:
-            self.drain(timeout_s)
-        with self._wake:
-            self._is_closed = True
-            left, self._queue = list(self._queue), deque()
-            self._waiting_bytes = 0
-            self._wake.notify_all()
-            self._queued_bytes -= sum(item.write.data.nbytes for item in left)
-        self._lose(left, "dropped_closed_total")
+        self.drain(timeout_s)
+        self._lose(self._queue.close(), "dropped_closed_total")
         for thread in self._threads:
             thread.join(max(timeout_s / len(self._threads), 0.1))
         for state in self._states:
@@ -177,34 +125,19 @@ class Writer:
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                batch = [] if self._is_lingering() else self._take()
-                if not batch:
-                    if self._is_closed:
-                        return
-                    self._wake.wait(0 if self._is_flushing else self._wait_s())
-                    batch = [] if self._is_lingering() else self._take()
-                is_flushing = self._is_flushing and not self._queue
+            run, is_flushing = self._queue.wait(self._idle_s)
             try:
-                if batch:
-                    self._write(batch)
+                if run:
+                    self._write(run)
+                elif self._queue.is_closed:
+                    return
                 elif not self._seal_due(flush=is_flushing) and is_flushing:
-                    with self._wake:
-                        # others still write; they notify when they are done
-                        self._wake.wait(0.01)
+                    self._queue.wait_for_others(0.01)
             except Exception:
                 log.exception("writing failed")
 
-    def _is_lingering(self) -> bool:
-        """Whether what waits should wait for more; the lock is held."""
-        if self._is_flushing or self._is_closed or self._waiting_bytes >= self._unit_bytes:
-            return False
-        return self._clock.monotonic_s() - self._queue_since_s < _LINGER_S
-
-    def _wait_s(self) -> float | None:
-        """Until the oldest open segment must be sealed, or what waits has waited long enough."""
-        if self._queue:
-            return _LINGER_S
+    def _idle_s(self) -> float | None:
+        """Until the oldest open segment must be sealed."""
         # one look at each: another thread may seal the segment in between
         segments = [state.open for state in self._states]
         opened = [segment.opened_at_s for segment in segments if segment is not None]
@@ -212,35 +145,23 @@ class Writer:
             return None
         return max(min(opened) + self._segment_age_s - self._clock.monotonic_s(), 0.001)
 
-    def _take(self) -> list[Item]:
-        """A run of blocks, up to one unit; the lock is held."""
-        batch: list[Item] = []
-        size = 0
-        while self._queue:
-            size += self._queue[0].padded_bytes
-            if batch and size > self._unit_bytes:
-                break
-            item = self._queue.popleft()
-            self._waiting_bytes -= item.write.data.nbytes
-            batch.append(item)
-        return batch
-
-    def _write(self, batch: list[Item]) -> None:
+    def _write(self, run: list[Item]) -> None:
         held: list[Item] = []
         taken_back: list[Item] = []
-        for item in batch:
+        for item in run:
             (held if item.job.hold() else taken_back).append(item)
+        self._take_back(taken_back)
         try:
             self._write_held(held)
+        except Exception:
+            # unforeseen: nothing may stay pending, or on its way for ever
+            failed = [i for i in held if i.job.resolve(i.position, Outcome.FAILED)]
+            self._lose(failed, "dropped_error_total")
+            raise
         finally:
             for item in held:
-                # after an unforeseen exception nothing may stay pending
-                item.job.resolve(item.position, Outcome.FAILED)
                 item.job.release()
-            with self._wake:
-                self._queued_bytes -= sum(item.write.data.nbytes for item in batch)
-            self._counters.add("store_cancelled_blocks_total", len(taken_back))
-            self._arrived(taken_back)
+            self._queue.let_go(run)
 
     def _write_held(self, items: list[Item]) -> None:
         """Find places for a run and fill them; a run may be spread over segments and roots."""
@@ -248,7 +169,8 @@ class Writer:
         while left:
             state = self._next_state()
             if state is None:
-                self._lose(left, "dropped_pool_full_total")
+                is_full = any(isinstance(each.refusal, PoolFull) for each in self._states)
+                self._lose(left, "dropped_pool_full_total" if is_full else "dropped_error_total")
                 return
             try:
                 segment, places = self._place(state, left)
@@ -261,7 +183,7 @@ class Writer:
     def _next_state(self) -> RootState | None:
         """The next root in turn that takes stores now."""
         now_s = self._clock.monotonic_s()
-        with self._wake:
+        with self._turn_lock:
             for _ in self._states:
                 self._turn = (self._turn + 1) % len(self._states)
                 if self._states[self._turn].paused_until_s <= now_s:
@@ -269,6 +191,7 @@ class Writer:
         return None
 
     def _pause(self, state: RootState, error: PoolError) -> None:
+        state.refusal = error
         state.paused_until_s = self._clock.monotonic_s() + _PAUSE_S
         level = logging.DEBUG if isinstance(error, PoolFull) else logging.WARNING
         log.log(level, "%s takes no stores for %.0f s: %s", state.root.disk.place, _PAUSE_S, error)
@@ -348,23 +271,20 @@ class Writer:
                 taken_back.append(item)
         self._counters.add("store_blocks_total", len(done))
         self._counters.add("store_bytes_total", sum(p.item.write.data.nbytes for p in done))
-        self._counters.add("store_cancelled_blocks_total", len(taken_back))
-        self._arrived(taken_back)
+        self._take_back(taken_back)
         return done
+
+    def _take_back(self, items: Sequence[Item]) -> None:
+        """Their jobs were cancelled."""
+        self._counters.add("store_cancelled_blocks_total", len(items))
+        self._queue.arrive(items)
 
     def _lose(self, items: Sequence[Item], counter: str) -> None:
         outcome = Outcome.FAILED if counter == "dropped_error_total" else Outcome.DROPPED
         for item in items:
             item.job.resolve(item.position, outcome)
         self._counters.add(counter, len(items))
-        self._arrived(items)
-
-    def _arrived(self, items: Sequence[Item]) -> None:
-        """The items are on their way no more: published, lost or taken back."""
-        with self._wake:
-            for item in items:
-                self._on_their_way.pop(item.write.key, None)
-            self._wake.notify_all()
+        self._queue.arrive(items)
 
     # sealing
 
@@ -414,7 +334,7 @@ class Writer:
             self._abandon(state, segment)
             raise
         finally:
-            self._arrived(items)
+            self._queue.arrive(items)
 
     def _abandon(self, state: RootState, segment: FillingSegment) -> None:
         self._counters.add("segments_abandoned_total")
