@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,8 +112,8 @@ def measure(folder: Path, block_bytes: int, request_bytes: int, repeats: int) ->
     }
     if fio_path():
         for depth in (1, 8, 32):
-            arms[f"fio_depth_{depth}"] = lambda depth=depth: fio_rate(
-                folder / "raw.bin", length, block_bytes, mode="read", depth=depth
+            arms[f"fio_depth_{depth}"] = partial(
+                fio_rate, folder / "raw.bin", length, block_bytes, mode="read", depth=depth
             )
     samples = interleave(arms, repeats)
     os.close(fd)

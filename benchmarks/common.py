@@ -84,7 +84,7 @@ def interleave(arms: Mapping[str, Callable[[], float]], repeats: int) -> dict[st
     """Run the arms in turn, forwards and backwards (ABBA), so that drift hits all alike."""
     samples: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(repeats):
-        names = list(arms) if turn % 2 == 0 else list(reversed(arms))
+        names = list(arms) if turn % 2 == 0 else list(arms)[::-1]
         for name in names:
             samples[name].append(arms[name]())
     return samples

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.errors import PoolUnavailable
+from kvdepot.io.disk import FileInfo
 from kvdepot.io.localdisk import LocalDisk
 from kvdepot.pool.catalog import Catalog
 from kvdepot.pool.catalog import tmp_path as tmp_name
@@ -85,7 +86,7 @@ def test_an_error_half_way_loses_nothing(root: Path) -> None:
     class Breaking(LocalDisk):
         is_broken = False
 
-        def files(self, folder: str):  # type: ignore[no-untyped-def]
+        def files(self, folder: str) -> list[FileInfo]:
             if self.is_broken and folder.endswith("2026113008"):
                 raise PoolUnavailable("EIO")
             return super().files(folder)

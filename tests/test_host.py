@@ -45,11 +45,11 @@ def test_rows_are_conserved(steps: list[tuple[str, int]]) -> None:
                 host.fill(unfilled[0], key_of(number))
                 content[unfilled[0]] = key_of(number)
         elif step == "acquire":
-            row = host.acquire(key_of(number))
-            assert (row is not None) == (key_of(number) in content.values())
-            if row is not None:
-                assert content[row] == key_of(number)
-                users[row] = users.get(row, 0) + 1
+            held = host.acquire(key_of(number))
+            assert (held is not None) == (key_of(number) in content.values())
+            if held is not None:
+                assert content[held] == key_of(number)
+                users[held] = users.get(held, 0) + 1
         elif users:
             row = sorted(users)[number % len(users)]
             host.release([row])

@@ -85,9 +85,10 @@ def test_it_agrees_with_a_dict(steps: list[tuple[str, object]]) -> None:
             model.segments[next_segment] = {n: (i + 1) * 4096 for i, n in enumerate(value)}
             next_segment += 1
         elif step == "remove":
+            assert isinstance(value, int)
             before = len(model.keys())
-            model.segments.pop(value, None)  # type: ignore[arg-type]
-            assert index.remove_segment(value) == before - len(model.keys())  # type: ignore[arg-type]
+            model.segments.pop(value, None)
+            assert index.remove_segment(value) == before - len(model.keys())
         else:
             assert isinstance(value, int)
             at = index.locate([key_of(value)])

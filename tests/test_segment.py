@@ -81,7 +81,15 @@ def test_the_frame_is_as_documented() -> None:
     )
     assert struct.unpack_from("<Q", trailer, 120)[0] == xxhash.xxh3_64_intdigest(trailer[:120])
     assert RECORD.itemsize == 96
-    assert [RECORD.fields[name][1] for name in RECORD.names] == [0, 32, 64, 72, 76, 80, 88]
+    assert [(RECORD.fields or {})[name][1] for name in RECORD.names or ()] == [
+        0,
+        32,
+        64,
+        72,
+        76,
+        80,
+        88,
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 41, 42, 43, 700])

@@ -130,6 +130,8 @@ def empty_segment_bytes(records: int) -> int:
 def encode_header(stamp: SegmentStamp, created_ns: int) -> memoryview:
     """The first 4,096 bytes, in page-aligned memory. `created_ns` is for people only."""
     page = aligned_bytes(HEADER_BYTES)
+    # a clock far off must not cost the blocks
+    created_ns = min(max(created_ns, 0), 2**64 - 1)
     _HEADER.pack_into(
         page,
         0,

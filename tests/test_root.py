@@ -1,0 +1,167 @@
+"""`kvdepot.pool.root`, `kvdepot.pool.segment_table` and `kvdepot.restore` where other tests do not go:
+claims of several writers, a pool deleted while in use, crowded folders, wrong clocks, uses of prefixes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvdepot.clock import SystemClock
+from kvdepot.errors import PoolFull
+from kvdepot.io.localdisk import LocalDisk
+from kvdepot.metrics import Counters
+from kvdepot.pool import root as root_module
+from kvdepot.pool.root import Root
+from kvdepot.pool.tier import PoolTier
+from kvdepot.testing.simclock import FakeClock
+from kvdepot.testing.toy import ToyEngine
+from kvdepot.tiers import Outcome
+from tests.pool_rig import pool_config, segment_files, tmp_files
+
+
+class NoListener:
+    def segment_added(self, root, entry) -> None: ...
+    def segment_removed(self, root, entry) -> None: ...
+    def parents_of_segments(self, root):
+        return {}
+
+    def bad_segments(self, root):
+        return []
+
+
+@pytest.fixture
+def engine() -> ToyEngine:
+    return ToyEngine((4096,))
+
+
+def open_root(folder: Path, engine: ToyEngine, **settings) -> Root:
+    root = Root(
+        LocalDisk(folder),
+        pool_config(folder, **settings),
+        engine.identity,
+        clock=SystemClock(),
+        counters=Counters(),
+        listener=NoListener(),
+    )
+    root.start(index_s=1)
+    return root
+
+
+def eventually(is_so: Callable[[], bool], within_s: float = 10) -> bool:
+    give_up_at = time.monotonic() + within_s
+    while time.monotonic() < give_up_at:
+        if is_so():
+            return True
+        time.sleep(0.02)
+    return is_so()
+
+
+def test_two_writers_claims_never_add_up_to_more_than_the_capacity(
+    tmp_path: Path, engine: ToyEngine
+) -> None:
+    size = 64 * 1024
+    ours = open_root(tmp_path, engine, capacity_bytes=8 * size)
+    theirs = open_root(tmp_path, engine, capacity_bytes=8 * size)
+    taken = [root.admit(size) for root in (ours, theirs) * 4]
+    for root in (ours, theirs):
+        with pytest.raises(PoolFull, match="no room"):
+            root.admit(size)
+    assert sum(path.stat().st_size for path in tmp_files(tmp_path)) == 8 * size
+    ours.withdraw(taken[0])
+    assert theirs.admit(size).length_bytes == size
+    for root in (ours, theirs):
+        root.close()
+
+
+def test_a_writer_name_is_its_own(tmp_path: Path, engine: ToyEngine) -> None:
+    roots = [open_root(tmp_path, engine) for _ in range(5)]
+    assert len({root.writer for root in roots}) == 5
+    for root in roots:
+        root.close()
+        root.close()
+    assert list((tmp_path / "lease").iterdir()) == []
+
+
+def test_a_pool_deleted_while_in_use_begins_anew(tmp_path: Path, engine: ToyEngine) -> None:
+    place = tmp_path / "pool"
+    config = pool_config(place)
+    tokens = engine.prompt(1, 8)
+    with PoolTier.open(config, engine.identity) as tier:
+        tier.store(engine.writes(tokens))
+        assert tier.drain(10)
+        shutil.rmtree(place)
+        assert eventually(lambda: tier.lookup(engine.keys(tokens)) == 0)
+        reads = engine.reads(tokens)
+        job = tier.load(reads)
+        assert job.wait(10)
+        assert set(job.outcomes) == {Outcome.MISS}
+        assert eventually((place / "pool.json").exists)
+        tier.store(engine.writes(tokens))
+        assert tier.drain(10)
+        assert tier.lookup(engine.keys(tokens)) == 8
+    with PoolTier.open(config, engine.identity) as tier:
+        assert tier.lookup(engine.keys(tokens)) == 8
+        reads = engine.reads(tokens)
+        job = tier.load(reads)
+        assert job.wait(10)
+        engine.check(reads, job.outcomes)
+
+
+def test_a_crowded_folder_gets_a_successor(
+    tmp_path: Path, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_module, "_FOLDER_ENTRIES_MAX", 3)
+    # a clock that stands still, so that no hour ends in the middle
+    config = pool_config(tmp_path)
+    with PoolTier.open(config, engine.identity, clock=FakeClock(), has_threads=False) as tier:
+        for seed in range(10):
+            tier.store(engine.writes(engine.prompt(seed, 1)))
+            tier.run_pending(flush=True)
+    folders = {path.parent.name for path in segment_files(tmp_path)}
+    assert len(folders) == 4
+    assert all(len(list((tmp_path / "ns").glob(f"*/{name}/*"))) <= 3 for name in folders)
+    with PoolTier.open(config, engine.identity) as tier:
+        for seed in range(10):
+            assert tier.lookup(engine.keys(engine.prompt(seed, 1))) == 1
+
+
+@pytest.mark.parametrize("wall_s", [-1e9, 0, 4e9, 253402300800 + 1e9])
+def test_a_wrong_clock_does_not_hide_segments(
+    tmp_path: Path, engine: ToyEngine, wall_s: float
+) -> None:
+    clock = FakeClock()
+    clock.set_wall(wall_s)
+    tokens = engine.prompt(1, 4)
+    with (
+        PoolTier.open(pool_config(tmp_path), engine.identity) as reader,
+        PoolTier.open(
+            pool_config(tmp_path), engine.identity, clock=clock, has_threads=False
+        ) as writer,
+    ):
+        writer.store(engine.writes(tokens))
+        writer.run_pending(flush=True)
+        assert eventually(lambda: reader.lookup(engine.keys(tokens)) == 4)
+
+
+def test_uses_are_written_down_prefix_last(tmp_path: Path, engine: ToyEngine) -> None:
+    """So that another process, which knows only mtimes, also drops the suffix before its prefix."""
+    tokens = engine.prompt(1, 6)
+    config = pool_config(tmp_path, segment_bytes=3 * 4096)
+    with PoolTier.open(config, engine.identity) as tier:
+        for write in engine.writes(tokens):
+            tier.store([write])
+            assert tier.drain(10)
+        paths = sorted(segment_files(tmp_path), key=lambda path: path.name)
+        assert len(paths) == 6
+        for path in paths:
+            os.utime(path, ns=(1, 1))
+        tier.touch(engine.keys(tokens))
+    times = [path.stat().st_mtime_ns for path in paths]
+    assert min(times) > 1
+    assert times == sorted(times, reverse=True)
