@@ -81,7 +81,9 @@ def test_the_frame_is_as_documented() -> None:
     )
     assert struct.unpack_from("<Q", trailer, 120)[0] == xxhash.xxh3_64_intdigest(trailer[:120])
     assert RECORD.itemsize == 96
-    assert [(RECORD.fields or {})[name][1] for name in RECORD.names or ()] == [
+    fields_of = RECORD.fields
+    assert fields_of is not None
+    assert [place[1] for place in fields_of.values()] == [0, 32, 64, 72, 76, 80, 88]
         0,
         32,
         64,
