@@ -1,0 +1,16 @@
+"""A pool behind a worker keeps every promise of a tier."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdepot.testing.conformance import TierConformance
+from tests.worker_rig import WorkerSubject, rows_in_an_arena
+
+
+class TestWorker(WorkerSubject, TierConformance):
+    @pytest.fixture(autouse=True)
+    def _arena(self):
+        with rows_in_an_arena() as arena:
+            self.arena = arena
+            yield
