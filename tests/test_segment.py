@@ -84,14 +84,6 @@ def test_the_frame_is_as_documented() -> None:
     fields_of = RECORD.fields
     assert fields_of is not None
     assert [place[1] for place in fields_of.values()] == [0, 32, 64, 72, 76, 80, 88]
-        0,
-        32,
-        64,
-        72,
-        76,
-        80,
-        88,
-    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 41, 42, 43, 700])
