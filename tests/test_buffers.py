@@ -81,6 +81,24 @@ mapped.close()
     assert ours not in _open_inodes()
 
 
+@pytest.mark.parametrize("length", [2 << 20, (9 << 20) + PAGE])
+def test_large_shared_memory_can_have_huge_pages_and_is_the_same_in_a_second_map(length):
+    buffer = HostBuffer(length, is_shared=True, is_prefaulted=True)
+    assert buffer.fd is not None
+    huge = 2 << 20
+    assert (address_of(buffer.memory) - buffer.fd_offset) % huge == 0
+    assert os.fstat(buffer.fd).st_size == buffer.fd_offset + buffer.length_bytes
+    other = HostBuffer.of_fd(
+        os.dup(buffer.fd), buffer.length_bytes, fd_offset=buffer.fd_offset, is_prefaulted=True
+    )
+    assert not any(other.memory[::PAGE])
+    buffer.memory[0] = 1
+    buffer.memory[-1] = 2
+    assert (other.memory[0], other.memory[-1]) == (1, 2)
+    other.close()
+    buffer.close()
+
+
 def _open_inodes():
     """Inodes of this process's open memory files (`mmap` keeps a descriptor of its own)."""
     links = {fd: f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}

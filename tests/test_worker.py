@@ -245,6 +245,16 @@ def test_the_worker_s_counts_are_ours(tmp_path, arena, engine):
     assert counts["worker_restarts_total"] == 0
 
 
+def test_storing_what_is_present_counts_as_a_use(tmp_path, arena, engine):
+    tokens = engine.prompt(1, 4)
+    with open_worker(tmp_path, engine, arena) as tier:
+        store(tier, engine, tokens)
+        (file,) = segment_files(tmp_path)
+        os.utime(file, (1, 1))
+        assert tier.store(engine.writes(tokens)).is_settled
+    assert file.stat().st_mtime > 1
+
+
 def test_touches_reach_the_files(tmp_path, arena, engine):
     tokens = engine.prompt(1, 4)
     with open_worker(tmp_path, engine, arena) as tier:
@@ -283,8 +293,14 @@ def test_rows_outside_of_the_buffers_are_refused_before_anything_is_done(tmp_pat
             tier.load([*reads, Read(keys[0], foreign)])
         with pytest.raises(ConfigError, match="writable"):
             tier.load([Read(keys[0], over_the_end.toreadonly())])
+        gapped = arena.buffer.memory[:8192:2]
         with pytest.raises(ConfigError, match="contiguous"):
-            tier.load([Read(keys[0], arena.buffer.memory[:8192:2])])
+            tier.load([Read(keys[0], gapped)])
+        with pytest.raises(ConfigError, match="contiguous"):
+            tier.store([Write(keys[0], engine.root, gapped.toreadonly(), 16)])
+        empty = tier.load([Read(keys[0], over_the_end[:0])])
+        assert empty.wait_settled(20)
+        assert empty.outcomes == (Outcome.MISS,)
         with pytest.raises(ValueError, match="32 bytes"):
             tier.load([Read(BlockKey(b"short"), reads[0].into)])
         assert tier.load([Read(keys[0], over_the_end)]).wait_settled(20)

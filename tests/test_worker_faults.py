@@ -12,7 +12,6 @@ import pytest
 
 from kvdepot.config import WorkerConfig
 from kvdepot.pool.worker import WorkerTier
-from kvdepot.pool.worker_jobs import Place
 from kvdepot.testing.toy import ToyEngine, ToyServer
 from kvdepot.tiers import Outcome, Write
 from kvdepot.units import MIB
@@ -390,9 +389,8 @@ def test_a_row_that_the_parent_should_not_have_sent_ends_the_worker(
     # the pair of the parent's own check: a wrong place would cost memory safety
     with open_worker(tmp_path, engine, arena) as tier:
         pid = tier.worker_pid
-        monkeypatch.setattr(
-            tier._shared, "place", lambda row: Place(0, arena.buffer.length_bytes - 1)
-        )
+        wrong = [(0, arena.buffer.length_bytes - 1)]
+        monkeypatch.setattr(tier._shared, "places", lambda rows, are_targets: wrong)
         write = engine.writes(engine.prompt(1, 1))[0]
         job = tier.store([Write(write.key, write.parent, write.data, 16)])
         assert job.wait_settled(20)

@@ -26,7 +26,7 @@ import msgspec
 
 from kvdepot.clock import Clock, SystemClock
 from kvdepot.config import PoolConfig, WorkerConfig
-from kvdepot.errors import ConfigError, KvdepotError
+from kvdepot.errors import KvdepotError
 from kvdepot.identity import Identity
 from kvdepot.io.buffers import ALIGNMENT, HostBuffer
 from kvdepot.keys import KEY_BYTES, BlockKey
@@ -176,13 +176,12 @@ class WorkerTier:
         job = WorkerJob([read.key for read in reads], deadline_s=deadline_s, clock=self._clock)
         if not reads:
             return job
-        rows: list[Row] = []
-        for read in reads:
-            _check_key(read.key)
-            if read.into.readonly:
-                raise ConfigError("a row to load into must be writable")
-            buffer, offset = self._shared.place(read.into)
-            rows.append(Row(read.key, buffer, offset, read.into.nbytes))
+        _check_keys(job.keys)
+        places = self._shared.places([read.into for read in reads], are_targets=True)
+        rows = [
+            Row(key, buffer, offset, into.nbytes)
+            for (key, into), (buffer, offset) in zip(reads, places, strict=True)
+        ]
         link = self._link
         if link is None:
             self.counters.add("load_missing_blocks_total", len(rows))
@@ -200,25 +199,27 @@ class WorkerTier:
         if self._is_closed or self._config.read_only or link is None:
             self._drop(job, range(len(writes)), self._why_dropped(link))
             return job
-        rows: list[StoreRow] = []
+        _check_keys(job.keys)
+        _check_keys([write.parent for write in writes])
         wanted: list[int] = []
         present: list[int] = []
         too_large: list[int] = []
         for index, is_present in enumerate(link.index.contains(job.keys)):
-            key, parent, data, tokens = writes[index]
-            _check_key(key)
-            _check_key(parent)
             if is_present:
                 present.append(index)
-            elif not 0 < data.nbytes <= self.limits.block_bytes_max:
+            elif not 0 < writes[index].data.nbytes <= self.limits.block_bytes_max:
                 too_large.append(index)
             else:
-                buffer, offset = self._shared.place(data)
-                rows.append(StoreRow(key, parent, tokens, buffer, offset, data.nbytes))
                 wanted.append(index)
+        places = self._shared.places([writes[index].data for index in wanted], are_targets=False)
+        rows = [
+            StoreRow(write.key, write.parent, write.tokens, buffer, offset, write.data.nbytes)
+            for write, (buffer, offset) in zip((writes[i] for i in wanted), places, strict=True)
+        ]
         for index in present:
             job.resolve(index, Outcome.DONE)
         self.counters.add("store_present_blocks_total", len(present))
+        link.outbox.post_touch([job.keys[index] for index in present])
         self._drop(job, too_large, "dropped_too_large_total")
         if rows:
             self._drop(job, link.outbox.post_store(job, rows, wanted), self._why_dropped(link))
@@ -368,6 +369,6 @@ class WorkerTier:
         self._dying = [link for link in self._dying if not link.is_gone()]
 
 
-def _check_key(key: BlockKey) -> None:
-    if len(key) != KEY_BYTES:
+def _check_keys(keys: Sequence[BlockKey]) -> None:
+    if any(len(key) != KEY_BYTES for key in keys):
         raise ValueError(f"block keys and their parents have {KEY_BYTES} bytes")

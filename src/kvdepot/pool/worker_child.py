@@ -233,7 +233,12 @@ class Worker:
 
 def _mapped(buffer: BufferRef) -> HostBuffer:
     try:
-        return HostBuffer.of_fd(buffer.fd, buffer.length_bytes, is_prefaulted=buffer.is_prefaulted)
+        return HostBuffer.of_fd(
+            buffer.fd,
+            buffer.length_bytes,
+            fd_offset=buffer.fd_offset,
+            is_prefaulted=buffer.is_prefaulted,
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"the host buffer cannot be mapped: {error}") from error
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -18,14 +17,11 @@ from kvdepot.tiers import Job
 
 __all__ = ["Place", "SharedRows", "Ticket", "WorkerJob"]
 
-_BYTE = ctypes.c_char
+#: the number of a buffer, and where in it a row begins
+Place = tuple[int, int]
 
-
-class Place(NamedTuple):
-    """Where a row lies."""
-
-    buffer: int
-    offset: int
+_addressof = ctypes.addressof
+_from_buffer = ctypes.c_char.from_buffer
 
 
 class SharedRows:
@@ -45,34 +41,55 @@ class SharedRows:
                     "a worker cannot reach a host buffer that is not shared",
                     hint="make it with is_shared=True",
                 )
-            refs.append(BufferRef(buffer.fd, buffer.length_bytes, buffer.is_prefaulted))
+            refs.append(
+                BufferRef(buffer.fd, buffer.fd_offset, buffer.length_bytes, buffer.is_prefaulted)
+            )
         self.refs = tuple(refs)
         spans = [(address_of(buffer.memory), number) for number, buffer in enumerate(buffers)]
         spans.sort()
         self._starts = [start for start, _ in spans]
         self._numbers = [number for _, number in spans]
 
-    def place(self, row: memoryview) -> Place:
-        """Where a row lies; by its address, so it may be any view of a buffer.
+    def places(self, rows: Iterable[memoryview], *, are_targets: bool) -> list[Place]:
+        """Where rows lie; by their addresses, so they may be any views of the buffers.
+
+        On the engine's thread, for thousands of rows at once: under half a microsecond each.
 
         Raises:
-            ConfigError: not wholly inside one of the buffers, or not contiguous.
+            ConfigError: one is not wholly inside one of the buffers, not contiguous, or (a target) not
+                writable.
         """
-        if not row.c_contiguous:
-            raise ConfigError("a row must be C-contiguous")
-        # ctypes is several times quicker than numpy here, and takes writable memory only
-        can_be_quick = row.nbytes and not row.readonly
-        address = ctypes.addressof(_BYTE.from_buffer(row)) if can_be_quick else address_of(row)
+        found: list[Place] = []
+        number = start = end = 0
+        for row in rows:
+            length = row.nbytes
+            if not row.c_contiguous:
+                raise ConfigError("a row must be C-contiguous")
+            if not length:
+                found.append((0, 0))
+                continue
+            if not row.readonly:
+                # several times quicker than through numpy, and for writable memory only
+                address = _addressof(_from_buffer(row))
+            elif are_targets:
+                raise ConfigError("a row to load into must be writable")
+            else:
+                address = address_of(row)
+            if not (start <= address and address + length <= end):
+                number, start = self._buffer_at(address)
+                end = start + self.refs[number].length_bytes
+                if not (start <= address and address + length <= end):
+                    raise ConfigError(
+                        "a row lies outside of the host buffers that the worker maps",
+                        hint="use views of the buffers that the tier was opened with",
+                    )
+            found.append((number, address - start))
+        return found
+
+    def _buffer_at(self, address: int) -> tuple[int, int]:
+        """Number and address of the last buffer that begins there or before, of any if none does."""
         index = bisect.bisect_right(self._starts, address) - 1
-        if index >= 0:
-            number = self._numbers[index]
-            offset = address - self._starts[index]
-            if offset + row.nbytes <= self.refs[number].length_bytes:
-                return Place(number, offset)
-        raise ConfigError(
-            "a row lies outside of the host buffers that the worker maps",
-            hint="load into and store from views of the buffers that the tier was opened with",
-        )
+        return self._numbers[index], self._starts[index]
 
 
 class WorkerJob(Job):

@@ -83,6 +83,7 @@ class BufferRef(_Part, frozen=True):
     """A shared buffer: its descriptor, which the child has under the same number."""
 
     fd: _Count
+    fd_offset: _Count
     length_bytes: _Count
     is_prefaulted: bool
 
