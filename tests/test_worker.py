@@ -487,6 +487,19 @@ def test_a_ctrl_c_at_the_terminal_leaves_the_worker_to_its_engine(tmp_path, aren
         assert tier.worker_pid == pid
 
 
+def test_the_worker_outlives_the_thread_that_opened_the_tier(tmp_path, arena, engine):
+    # the kernel's "die with the parent" means the thread that started the process
+    tiers = []
+    thread = threading.Thread(target=lambda: tiers.append(open_worker(tmp_path, engine, arena)))
+    thread.start()
+    thread.join()
+    with tiers[0] as tier:
+        pid = tier.worker_pid
+        time.sleep(0.2)
+        assert store(tier, engine, engine.prompt(1, 2)) == {Outcome.DONE}
+        assert tier.worker_pid == pid
+
+
 PARENT = """
 from pathlib import Path
 from tests.worker_rig import open_worker, rows_in_an_arena

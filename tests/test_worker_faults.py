@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import threading
 import time
 
@@ -182,6 +183,27 @@ def test_a_worker_that_cannot_come_back_is_tried_again_and_again(tmp_path, arena
         assert is_back(tier, engine, stored)
         assert load_all(tier, engine, stored) == {Outcome.DONE}
         assert tier.counters.snapshot()["worker_restarts_total"] == 1
+
+
+def test_a_death_is_seen_although_another_process_holds_the_channel_open(
+    tmp_path, arena, engine, stored, monkeypatch
+):
+    # a process forked from the engine at the wrong moment has the worker's end too: no end of file
+    kept = []
+    socketpair = socket.socketpair
+
+    def keeping():
+        ours, theirs = socketpair()
+        kept.append(theirs.dup())
+        return ours, theirs
+
+    monkeypatch.setattr(socket, "socketpair", keeping)
+    with open_worker(tmp_path, engine, arena) as tier:
+        killed = signal_worker(tier, signal.SIGKILL)
+        assert eventually(lambda: tier.worker_pid not in (None, killed))
+        assert is_back(tier, engine, stored)
+    for end in kept:
+        end.close()
 
 
 # --- stopped

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -394,6 +395,53 @@ def test_whoever_finds_segments_waits_for_a_parent_that_is_far_behind():
         thread.join(10)
         theirs.close()
         reporter.close()
+
+
+# --- silence
+
+
+class FakeClock:
+    now_s = 0.0
+
+    def monotonic_s(self):
+        return self.now_s
+
+
+def test_silence_is_counted_while_we_listen_and_not_while_we_stand_still():
+    clock = FakeClock()
+    took_s = 0.0
+    messages: list[bytes] = []
+
+    class Quiet:
+        end_status = None
+
+        def receive(self, timeout_s):
+            clock.now_s += took_s
+            return messages
+
+    link = Link.__new__(Link)
+    vars(link).update(
+        lost="",
+        outbox=SimpleNamespace(is_open=True),
+        _clock=clock,
+        _channel=Quiet(),
+        _process=Quiet(),
+        _settings=WorkerConfig(hang_s=5.0),
+        _silence_s=0.0,
+    )
+    took_s = 1000.0  # stopped, or the machine slept
+    for _ in range(2):
+        link.listen(1.0)
+    assert not link.lost
+    took_s = 1.0
+    messages = [encode(Pong(1, 0.0))]
+    link.listen(1.0)
+    messages = []
+    for _ in range(5):
+        link.listen(1.0)
+        assert not link.lost
+    link.listen(1.0)
+    assert vars(link)["lost"] == "has not answered for 6.0 s"
 
 
 # --- places and tickets

@@ -95,22 +95,24 @@ class SharedRows:
 class WorkerJob(Job):
     """A job whose work is done in the worker; cancelling tells it."""
 
-    __slots__ = ("_on_cancel",)
+    __slots__ = ("_on_cancel", "numbers")
 
     def __init__(
         self, keys: Sequence[BlockKey], *, deadline_s: float | None = None, clock: Clock
     ) -> None:
         super().__init__(keys, deadline_s=deadline_s, clock=clock)
-        self._on_cancel: list[Callable[[], None]] = []
+        #: its tickets
+        self.numbers: list[int] = []
+        self._on_cancel: Callable[[WorkerJob], None] | None = None
 
-    def when_cancelled(self, tell: Callable[[], None]) -> None:
+    def when_cancelled(self, tell: Callable[[WorkerJob], None]) -> None:
         """Have this called, on the canceller's thread, after the job was taken back."""
-        self._on_cancel.append(tell)
+        self._on_cancel = tell
 
     def cancel(self) -> None:
         super().cancel()
-        for tell in self._on_cancel:
-            tell()
+        if self._on_cancel is not None:
+            self._on_cancel(self)
 
     @property
     def left_s(self) -> float | None:

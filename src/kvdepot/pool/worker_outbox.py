@@ -146,7 +146,8 @@ class Outbox:
         starts = range(0, len(keys), KEYS_MAX)
         pieces = [Touch(b"".join(keys[start : start + KEYS_MAX])) for start in starts]
         with self._wake:
-            if self._is_open and len(self._queue) + len(pieces) <= _TOUCH_QUEUE_MAX:
+            is_room = len(self._queue) + len(pieces) <= _TOUCH_QUEUE_MAX
+            if pieces and self._is_open and is_room:
                 self._queue.extend(pieces)
                 self._wake.notify()
 
@@ -249,7 +250,8 @@ class Outbox:
         self._tickets[ticket.number] = ticket
         self._queue.append(ticket)
         self._queued_rows += ticket.rows
-        job.when_cancelled(lambda: self._cancel(ticket))
+        job.numbers.append(ticket.number)
+        job.when_cancelled(self._cancel)
         self._wake.notify()
 
     def _take_ticket(self, ticket: Ticket) -> list[Command]:
@@ -277,12 +279,14 @@ class Outbox:
 
     # without it
 
-    def _cancel(self, ticket: Ticket) -> None:
-        """A job was taken back; if the child has it, tell."""
+    def _cancel(self, job: WorkerJob) -> None:
+        """A job was taken back; tell of the parts that the child has."""
         with self._wake:
-            if ticket.is_sent and ticket.number in self._tickets:
-                self._cancelled.append(ticket.number)
-                self._wake.notify()
+            for number in job.numbers:
+                ticket = self._tickets.get(number)
+                if ticket is not None and ticket.is_sent:
+                    self._cancelled.append(number)
+            self._wake.notify()
 
     def _send(self) -> None:
         try:
