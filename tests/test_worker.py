@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
 from kvdepot.config import WorkerConfig
@@ -33,7 +35,7 @@ from kvdepot.pool.worker import WorkerTier
 from kvdepot.testing.toy import ToyEngine, ToyServer, toy_identity
 from kvdepot.tiers import Outcome, Read, Write
 from kvdepot.units import MIB
-from tests.children import SOURCE
+from tests.children import ROOT, SOURCE
 from tests.pool_rig import pool_config, segment_files
 from tests.worker_rig import (
     QUICK,
@@ -113,8 +115,6 @@ with rows_in_an_arena() as arena, open_worker(Path(sys.argv[1]), engine, arena) 
 
 
 def start_engine(code, *arguments):
-    from tests.children import ROOT
-
     prelude = f"import sys; sys.path[:0] = [{str(SOURCE)!r}, {str(ROOT)!r}]\n"
     return subprocess.Popen(
         [sys.executable, "-c", prelude + code, *map(str, arguments)],
@@ -451,6 +451,14 @@ def test_a_relative_root_is_meant_where_it_was_written(tmp_path, arena, engine, 
         signal_worker(tier, signal.SIGKILL)
         assert eventually(lambda: tier.lookup(engine.keys(engine.prompt(1, 2))) == 2)
     assert not (tmp_path / "elsewhere" / "kv").exists()
+
+
+def test_the_reference_says_every_setting_and_its_true_default():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\S+) \|", (ROOT / "docs/worker.md").read_text(), re.MULTILINE
+    )
+    fields = msgspec.structs.fields(WorkerConfig)
+    assert dict(rows) == {field.name: str(field.default) for field in fields}
 
 
 # --- closing
