@@ -197,6 +197,17 @@ def test_a_depot_restores_through_a_worker_what_it_stored(tmp_path):
             assert depot.counters()["load_bytes_total"] == restore.bytes_read
 
 
+def test_waits_may_be_longer_than_the_system_can_count(tmp_path, arena, engine):
+    tokens = engine.prompt(1, 2)
+    tier = open_worker(tmp_path, engine, arena)
+    assert tier.store(engine.writes(tokens)).wait_settled(20)
+    assert tier.drain(1e12)
+    job = tier.load(engine.reads(tokens), deadline_s=1e300)
+    assert job.wait_settled(20)
+    assert set(job.outcomes) == {Outcome.DONE}
+    tier.close(1e12)
+
+
 # --- lookups and counters follow the worker
 
 

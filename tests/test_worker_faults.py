@@ -12,6 +12,8 @@ import time
 import pytest
 
 from kvdepot.config import WorkerConfig
+from kvdepot.io.childprocess import ChildProcess
+from kvdepot.pool import worker
 from kvdepot.pool.worker import WorkerTier
 from kvdepot.testing.toy import ToyEngine, ToyServer
 from kvdepot.tiers import Outcome, Write
@@ -19,6 +21,7 @@ from kvdepot.units import MIB
 from tests.pool_rig import pool_config
 from tests.worker_rig import (
     QUICK,
+    children,
     eventually,
     is_running,
     open_worker,
@@ -176,7 +179,7 @@ def test_a_worker_that_cannot_come_back_is_tried_again_and_again(tmp_path, arena
         tmp_path.write_text("no folder")
         signal_worker(tier, signal.SIGKILL)
         assert eventually(lambda: tier.worker_pid is None)
-        time.sleep(1.0)  # several tries
+        time.sleep(0.5)  # several tries
         assert tier.worker_pid is None
         tmp_path.unlink()
         hidden.rename(tmp_path)
@@ -310,6 +313,39 @@ def test_closing_a_tier_whose_worker_stands_is_bounded(tmp_path, arena, engine, 
     assert not is_running(pid)
     assert all(job.is_settled for job in jobs)
     tier.close()
+
+
+def test_rows_stay_held_as_long_as_a_killed_worker_exists(
+    tmp_path, arena, engine, stored, monkeypatch
+):
+    # as in a call that the kernel cannot interrupt: killed, and still there
+    monkeypatch.setattr(ChildProcess, "kill", lambda process: None)
+    monkeypatch.setattr(worker, "_DYING_MAX", 2)
+    monkeypatch.setattr(worker, "_KILLED_WAIT_S", 0.3)
+    with open_worker(tmp_path, engine, arena) as tier:
+        pids = [signal_worker(tier, signal.SIGSTOP)]
+        job = tier.load(engine.reads(stored))
+        assert job.wait(20)
+        assert set(job.outcomes) == {Outcome.FAILED}
+        assert is_back(tier, engine, stored), "the next worker does not wait for the last one"
+        assert load_all(tier, engine, stored) == {Outcome.DONE}
+        assert not job.is_settled
+        # with so many that do not go away, one more would hang too
+        while len(pids) < worker._DYING_MAX:
+            assert eventually(lambda: tier.worker_pid not in (None, *pids))
+            pids.append(signal_worker(tier, signal.SIGSTOP))
+        assert eventually(lambda: tier.worker_pid is None)
+        time.sleep(0.5)
+        assert tier.worker_pid is None
+        assert not job.is_settled
+        os.kill(pids[0], signal.SIGKILL)
+        assert job.wait_settled(20)
+        assert is_back(tier, engine, stored)
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < 4
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not children() & set(pids))
 
 
 # --- storage that hangs

@@ -340,6 +340,7 @@ def test_an_index_that_is_told_of_every_change_is_the_same_index(reporting):
 
 def test_a_late_job_gives_its_rows_back_without_anybody_looking(reporting):
     reporter, finish = reporting
+    reporter.watch(ReportedJob(7, [KEY], reporter, deadline_s=float("inf")))
     jobs = [ReportedJob(number, [KEY], reporter, deadline_s=0.05) for number in range(2)]
     for job in jobs:
         reporter.watch(job)

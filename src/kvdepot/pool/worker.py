@@ -100,6 +100,8 @@ class WorkerTier:
         self._close_s = 0.0
         self._kill_at_s = float("inf")
         self._stop = threading.Event()
+        #: no worker serves and none will be started
+        self._is_over = threading.Event()
         self._opened: Future[None] = Future()
         # this thread starts the workers and lives as long as they may: they end with it
         self._supervisor = threading.Thread(
@@ -255,7 +257,8 @@ class WorkerTier:
         link = self._link
         if link is not None:
             link.outbox.post_close(timeout_s)
-        self._supervisor.join(timeout_s + _CLOSE_GRACE_S + _KILLED_WAIT_S)
+        self._is_over.wait(min(timeout_s + _CLOSE_GRACE_S, threading.TIMEOUT_MAX))
+        self._supervisor.join(_KILLED_WAIT_S)
         if self._supervisor.is_alive():
             log.warning("a worker process cannot be ended now; its rows stay held until it is gone")
 
@@ -291,6 +294,7 @@ class WorkerTier:
                 if lived_s > self._settings.backoff_s_max:
                     backoff_s = self._settings.backoff_s
                 link, backoff_s = self._replace(backoff_s)
+        self._is_over.set()
         for dying in self._dying:
             dying.is_gone(wait=True)
 

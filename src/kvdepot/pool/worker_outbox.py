@@ -162,7 +162,7 @@ class Outbox:
             drain = self._drains[number] = _Drain(self._stores_posted)
             self._queue.append(Drain(number, timeout_s))
             self._wake.notify()
-        drain.is_over.wait(timeout_s)
+        drain.is_over.wait(min(timeout_s, threading.TIMEOUT_MAX))
         with self._wake:
             self._drains.pop(number, None)
         return drain.is_drained

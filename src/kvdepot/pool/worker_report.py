@@ -213,7 +213,7 @@ class Reporter:
             while (wait_s := self._wait_s()) != 0:
                 if self._is_closed:
                     return False
-                self._wake.wait(wait_s)
+                self._wake.wait(wait_s and min(wait_s, threading.TIMEOUT_MAX))
             return True
 
     def _wait_s(self) -> float | None:
