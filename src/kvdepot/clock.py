@@ -6,10 +6,11 @@ people read; nothing correct may depend on it, because wall clocks jump and diff
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock"]
+__all__ = ["Clock", "SystemClock", "TimeLeft"]
 
 
 class Clock(Protocol):
@@ -30,3 +31,14 @@ class SystemClock:
 
     def wall_s(self) -> float:
         return time.time()
+
+
+class TimeLeft:
+    """What is left of a time that several waits share; of real time, as waits for threads are."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end_s = time.monotonic() + timeout_s
+
+    def __call__(self, *, at_least_s: float = 0.0) -> float:
+        """Seconds that are left; not more than the system can wait."""
+        return min(max(self._end_s - time.monotonic(), at_least_s), threading.TIMEOUT_MAX)

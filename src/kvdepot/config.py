@@ -11,6 +11,8 @@ from kvdepot.units import MIB, parse_bytes
 
 __all__ = ["PoolConfig", "WorkerConfig"]
 
+#: longer than any process runs, and less than a wait of the system can count
+_SECONDS_MAX = 1e9
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 
 
@@ -62,8 +64,10 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             if value is not None and value < 0:
                 raise ConfigError(f"{name} cannot be negative: {value}")
         for name in ("segment_age_s", "discover_interval_s", "lease_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive: {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= _SECONDS_MAX:
+                raise ConfigError(
+                    f"{name} must be positive and at most {_SECONDS_MAX:.0f}: {getattr(self, name)}"
+                )
 
     @classmethod
     def of(cls, *urls: str, capacity: str | int | None = None, **settings: object) -> PoolConfig:

@@ -8,15 +8,29 @@ not exceptions; a tier raises only `KvdepotError`s about its own set-up, and onl
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from kvdepot.clock import Clock, SystemClock
-from kvdepot.keys import BlockKey
+from kvdepot.keys import KEY_BYTES, BlockKey
 
-__all__ = ["Job", "Outcome", "Read", "Tier", "TierLimits", "TierUsage", "Write"]
+__all__ = [
+    "Job",
+    "Outcome",
+    "Read",
+    "Tier",
+    "TierLimits",
+    "TierUsage",
+    "Write",
+    "check_reads",
+    "check_writes",
+]
+
+_TOKENS_MAX = (1 << 32) - 1
 
 
 class Outcome(Enum):
@@ -110,6 +124,8 @@ class Job:
         deadline_s: float | None = None,
         clock: Clock | None = None,
     ) -> None:
+        if deadline_s is not None and math.isnan(deadline_s):
+            raise ValueError("a deadline must be a number of seconds, not NaN")
         self.keys: tuple[BlockKey, ...] = tuple(keys)
         self._clock: Clock = clock or SystemClock()
         self.started_s = self._clock.monotonic_s()
@@ -273,7 +289,38 @@ class Job:
                           if at is not None]  # fmt: skip
                 if give_up_at is not None and now_s >= give_up_at:
                     return False
-                self._changed.wait(min(limits) if limits else None)
+                # a wait longer than the system can count is one that comes back and looks again
+                self._changed.wait(min(*limits, threading.TIMEOUT_MAX) if limits else None)
+
+
+def check_reads(reads: Sequence[Read]) -> None:
+    """Refuse what no tier can fill, on the caller's thread and before anything is begun.
+
+    Raises:
+        ValueError: a key of another length, or a row that is read-only or not C-contiguous.
+    """
+    for key, into in reads:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"block keys have {KEY_BYTES} bytes")
+        if into.readonly or not into.c_contiguous:
+            raise ValueError("a row to load into must be writable and C-contiguous")
+
+
+def check_writes(writes: Sequence[Write]) -> None:
+    """Refuse what no tier can store; one such block would spoil those beside it.
+
+    Raises:
+        ValueError: a key or parent of another length, data that is not C-contiguous, or a number of
+            tokens out of range.
+        TypeError: the number of tokens is no integer.
+    """
+    for key, parent, data, tokens in writes:
+        if len(key) != KEY_BYTES or len(parent) != KEY_BYTES:
+            raise ValueError(f"block keys and their parents have {KEY_BYTES} bytes")
+        if not data.c_contiguous:
+            raise ValueError("a block's data must be C-contiguous")
+        if not 0 <= operator.index(tokens) <= _TOKENS_MAX:
+            raise ValueError(f"a block cannot have {tokens!r} tokens")
 
 
 class Tier(Protocol):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvdepot.errors import PoolError
 from kvdepot.io.buffers import ALIGNMENT, address_of, aligned_bytes
 from kvdepot.pool.catalog import SegmentEntry
 from kvdepot.pool.reservation import Reservation
@@ -27,7 +25,7 @@ from kvdepot.pool.segment import (
 from kvdepot.tiers import Job, Write
 from kvdepot.units import round_up
 
-__all__ = ["FillingSegment", "Item", "Placed", "RootState", "parts_of", "publish_filled"]
+__all__ = ["FillingSegment", "Item", "Placed", "parts_of", "publish_filled"]
 
 
 class Item(NamedTuple):
@@ -68,18 +66,6 @@ class FillingSegment:
         tail = empty_segment_bytes(self.placed_count + 1) - HEADER_BYTES
         is_within = self.cursor + padded_bytes + tail <= self.reservation.length_bytes
         return is_within and self.placed_count < RECORDS_MAX
-
-
-class RootState:
-    """What the write threads know of one root."""
-
-    def __init__(self, root: Root) -> None:
-        self.root = root
-        self.lock = threading.Lock()
-        self.open: FillingSegment | None = None
-        self.paused_until_s = float("-inf")
-        #: why it was paused
-        self.refusal: PoolError | None = None
 
 
 def _records_of(placed: Sequence[Placed]) -> Records:

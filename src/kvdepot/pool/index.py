@@ -30,6 +30,8 @@ _LOAD_MAX = 0.65
 _SLICE = 1024
 #: so few keys are looked up one by one
 _SCALAR_MAX = 4
+#: so many keys are looked up in one go, so that nobody waits long for the view
+_LOOK_MAX = 2048
 #: lookups probe in growing steps, so that a miss at the first block costs one small step
 _LOOKUP_STEPS = (1, 31, 480, 3584)
 
@@ -124,7 +126,13 @@ class BlockIndex:
         return start
 
     def locate(self, keys: Sequence[BlockKey]) -> Locations:
-        """Where each block is. One consistent look."""
+        """Where each block is. A look at a few thousand keys at a time, each consistent."""
+        if len(keys) <= _LOOK_MAX:
+            return self._locate(keys)
+        parts = [self._locate(keys[n : n + _LOOK_MAX]) for n in range(0, len(keys), _LOOK_MAX)]
+        return Locations(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def _locate(self, keys: Sequence[BlockKey]) -> Locations:
         words = key_table(keys)
         with self._view:
             rows = self._find(words)[0]
@@ -143,10 +151,8 @@ class BlockIndex:
         if len(keys) <= _SCALAR_MAX:
             with self._view:
                 return [self._holds(key) for key in keys]
-        words = key_table(keys)
-        with self._view:
-            rows = self._find(words)[0]
-        return [row >= 0 for row in rows.tolist()]
+        is_present: list[bool] = self.locate(keys).is_present.tolist()
+        return is_present
 
     # changing
 

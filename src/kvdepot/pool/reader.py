@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvdepot.clock import TimeLeft
 from kvdepot.errors import FormatError, PoolError
 from kvdepot.io.buffers import aligned_bytes, merged_rows
 from kvdepot.metrics import Counters
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_STEP = 64
 _FURTHER_STEP = 1024
+#: what a thread that is not stuck needs to stop
+_STOP_S = 0.1
 
 
 class SegmentSource(Protocol):
@@ -94,10 +97,14 @@ class Reader:
         self._identity_digest = identity_digest
         self._unit_bytes = unit_bytes
         self._budget_bytes = budget_bytes
+        #: so many units of one root may be read at once: one that hangs must not hold all threads
+        self._threads_per_root = max(threads, 1)
         self._wake = threading.Condition()
         self._requests: deque[_Request] = deque()
         self._queues: dict[int, deque[Unit]] = {}
         self._in_flight: dict[int, int] = {}
+        #: units that are being read, by root
+        self._reading: dict[int, list[Unit]] = {}
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"kvdepot-read-{n}", daemon=True)
@@ -125,7 +132,11 @@ class Reader:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Resolve what is not begun, and wait for the threads as long as allowed."""
+        """Resolve what is not begun, and wait for the threads as long as allowed.
+
+        What a hung root still holds then is decided, and settled when the root lets go.
+        """
+        time_left = TimeLeft(timeout_s)
         with self._wake:
             self._is_closed = True
             requests, self._requests = list(self._requests), deque()
@@ -137,7 +148,11 @@ class Reader:
         for unit in units:
             _resolve(unit, Outcome.MISS)
         for thread in self._threads:
-            thread.join(timeout_s / max(len(self._threads), 1))
+            thread.join(time_left(at_least_s=_STOP_S))
+        with self._wake:
+            stuck = [unit for units in self._reading.values() for unit in units]
+        for unit in stuck:
+            _resolve(unit, Outcome.FAILED)
 
     # the threads
 
@@ -159,11 +174,15 @@ class Reader:
         for root_id, queue in self._queues.items():
             if not queue:
                 continue
+            reading = self._reading.setdefault(root_id, [])
+            if len(reading) >= self._threads_per_root:
+                continue
             in_flight = self._in_flight.get(root_id, 0)
             if in_flight and in_flight + queue[0].length_bytes > self._budget_bytes:
                 continue
             unit = queue.popleft()
             self._in_flight[root_id] = in_flight + unit.length_bytes
+            reading.append(unit)
             return unit
         return None
 
@@ -182,10 +201,13 @@ class Reader:
         except Exception:
             # a bug here must not take a thread, or a request, with it
             log.exception("reading %s failed", work.segment.entry.path)
+            self._counters.add("load_failed_blocks_total", len(work.reads))
             _resolve(work, Outcome.FAILED)
         finally:
+            root_id = id(work.segment.root)
             with self._wake:
-                self._in_flight[id(work.segment.root)] -= work.length_bytes
+                self._in_flight[root_id] -= work.length_bytes
+                self._reading[root_id] = [u for u in self._reading[root_id] if u is not work]
                 self._wake.notify_all()
 
     def _plan(self, request: _Request) -> None:
@@ -205,7 +227,7 @@ class Reader:
             log.exception("planning a load failed")
             job.resolve_all(Outcome.FAILED)
             return
-        missing = len(reads) - int(at.is_present.sum())
+        missing = len(reads) - sum(len(unit.reads) for unit in units)
         if missing:
             self._counters.add("load_missing_blocks_total", missing)
         with self._wake:

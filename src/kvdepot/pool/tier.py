@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
-from kvdepot.clock import Clock, SystemClock
+from kvdepot.clock import Clock, SystemClock, TimeLeft
 from kvdepot.config import PoolConfig
 from kvdepot.errors import KvdepotError, PoolError
 from kvdepot.identity import Identity
@@ -28,7 +28,16 @@ from kvdepot.pool.segment_table import SegmentTable
 from kvdepot.pool.segments import OpenFiles
 from kvdepot.pool.sizes import block_bytes_max
 from kvdepot.pool.writer import Writer
-from kvdepot.tiers import Job, Outcome, Read, TierLimits, TierUsage, Write
+from kvdepot.tiers import (
+    Job,
+    Outcome,
+    Read,
+    TierLimits,
+    TierUsage,
+    Write,
+    check_reads,
+    check_writes,
+)
 from kvdepot.units import format_bytes
 from kvdepot.urls import distinct_roots
 
@@ -41,6 +50,9 @@ _INDEX_WAIT_S = 5.0
 _OPEN_FILES_MAX = 256
 #: touches wait for the housekeeping thread; the oldest are forgotten beyond this
 _TOUCHES_MAX = 1024
+#: what closing needs of a thread, and of a root, that does not hang
+_STOP_S = 0.1
+_CLOSE_S = 1.0
 
 
 class PoolTier:
@@ -69,6 +81,7 @@ class PoolTier:
         self._table = SegmentTable(self._index, self._files, counters, self._digest)
         self._touches: deque[Sequence[BlockKey]] = deque(maxlen=_TOUCHES_MAX)
         self._is_closed = False
+        self._closing = threading.Lock()
         self._stop = threading.Event()
         self.roots: list[Root] = []
         try:
@@ -111,12 +124,15 @@ class PoolTier:
             is_persistent=True,
             is_shared=True,
         )
-        self._housekeeper: threading.Thread | None = None
-        if has_threads:
-            self._housekeeper = threading.Thread(
-                target=self._keep_house, name="kvdepot-house", daemon=True
+        # one for each root: a root that hangs must not keep the others from showing life
+        self._housekeepers = [
+            threading.Thread(
+                target=self._keep_house, args=(root,), name="kvdepot-house", daemon=True
             )
-            self._housekeeper.start()
+            for root in (self.roots if has_threads else ())
+        ]
+        for housekeeper in self._housekeepers:
+            housekeeper.start()
 
     @classmethod
     def open(
@@ -192,6 +208,7 @@ class PoolTier:
 
     def begin_load(self, job: Job, reads: Sequence[Read]) -> None:
         """`load` with a job of the caller's making, whose blocks are the reads' in order."""
+        check_reads(reads)
         if reads:
             self._reader.submit(job, reads)
 
@@ -204,8 +221,7 @@ class PoolTier:
         """`store` with a job of the caller's making, whose blocks are the writes' in order."""
         if not writes:
             return
-        if any(len(write.key) != KEY_BYTES or len(write.parent) != KEY_BYTES for write in writes):
-            raise ValueError(f"block keys and their parents have {KEY_BYTES} bytes")
+        check_writes(writes)
         reason = (
             "dropped_closed_total"
             if self._is_closed
@@ -218,22 +234,27 @@ class PoolTier:
             self.counters.add(reason, len(writes))
             return
         wanted: list[int] = []
-        present = 0
+        present: list[BlockKey] = []
         for index, is_present in enumerate(self._index.contains(job.keys)):
             if is_present:
                 job.resolve(index, Outcome.DONE)
-                present += 1
+                present.append(job.keys[index])
             elif not 0 < writes[index].data.nbytes <= self.limits.block_bytes_max:
                 job.resolve(index, Outcome.DROPPED)
                 self.counters.add("dropped_too_large_total")
             else:
                 wanted.append(index)
-        self.counters.add("store_present_blocks_total", present)
+        self.counters.add("store_present_blocks_total", len(present))
+        # before the room for the suffix is made, so that its own prefix is not what has to go
+        self._note_uses(present)
         self._writer.submit(job, writes, wanted)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
+        if any(len(key) != KEY_BYTES for key in keys):
+            raise ValueError(f"block keys have {KEY_BYTES} bytes")
         if keys:
-            self._touches.append(keys)
+            # a copy: the caller may go on with its list
+            self._touches.append(tuple(keys))
 
     def drain(self, timeout_s: float) -> bool:
         return self._writer.drain(timeout_s)
@@ -247,21 +268,26 @@ class PoolTier:
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._writer.close(timeout_s)
-        self._stop.set()
-        self._reader.close(timeout_s)
-        if self._housekeeper is not None:
-            self._housekeeper.join(timeout_s)
-        self._note_touches()
-        self._files.close()
-        for root in self.roots:
-            try:
-                root.close()
-            except PoolError as error:
-                log.warning("%s: not closed cleanly: %s", root.disk.place, error)
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            time_left = TimeLeft(timeout_s)
+            self._writer.close(timeout_s)
+            self._stop.set()
+            self._reader.close(time_left())
+            for housekeeper in self._housekeepers:
+                housekeeper.join(time_left(at_least_s=_STOP_S))
+            self._note_touches()
+            self._files.close()
+            # closing makes file calls, and a hung root must not keep the caller
+            closers = [threading.Thread(target=_close, args=(r,), daemon=True) for r in self.roots]
+            for closer in closers:
+                closer.start()
+            for root, closer in zip(self.roots, closers, strict=True):
+                closer.join(time_left(at_least_s=_CLOSE_S))
+                if closer.is_alive():
+                    log.warning("%s hangs; its lease ends with this process", root.disk.place)
 
     # for tests that own the order of events
 
@@ -274,24 +300,41 @@ class PoolTier:
 
     def tick(self) -> None:
         """What the housekeeping thread does each time. A refusing root does not stop the others."""
-        self._note_touches()
         for root in self.roots:
-            try:
-                root.tick()
-            except KvdepotError as error:
-                log.warning("%s: housekeeping failed: %s", root.disk.place, error)
+            self._tick(root)
+
+    def _tick(self, root: Root) -> None:
+        self._note_touches()
+        try:
+            root.tick()
+        except KvdepotError as error:
+            log.warning("%s: housekeeping failed: %s", root.disk.place, error)
 
     def _note_touches(self) -> None:
-        while self._touches:
-            at = self._index.locate(self._touches.popleft())
-            for segment_id in dict.fromkeys(at.segment_ids[at.is_present].tolist()):
-                segment = self._table.segment(segment_id)
-                if segment is not None:
-                    segment.root.touch(segment.entry)
+        while True:
+            try:
+                keys = self._touches.popleft()
+            except IndexError:
+                return
+            self._note_uses(keys)
 
-    def _keep_house(self) -> None:
+    def _note_uses(self, keys: Sequence[BlockKey]) -> None:
+        at = self._index.locate(keys)
+        for segment_id in dict.fromkeys(at.segment_ids[at.is_present].tolist()):
+            segment = self._table.segment(segment_id)
+            if segment is not None:
+                segment.root.touch(segment.entry)
+
+    def _keep_house(self, root: Root) -> None:
         while not self._stop.wait(self._config.discover_interval_s):
             try:
-                self.tick()
+                self._tick(root)
             except Exception:
                 log.exception("housekeeping failed")
+
+
+def _close(root: Root) -> None:
+    try:
+        root.close()
+    except PoolError as error:
+        log.warning("%s: not closed cleanly: %s", root.disk.place, error)

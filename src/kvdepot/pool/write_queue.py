@@ -52,8 +52,9 @@ class WriteQueue:
         self._held_bytes = 0
         self._waiting_bytes = 0
         self._waiting_since_s = 0.0
-        #: queued, or written and not yet published
-        self._on_their_way: dict[BlockKey, None] = {}
+        #: queued, or written and not yet published; each with its number, the oldest first
+        self._on_their_way: dict[BlockKey, int] = {}
+        self._taken = 0
         self._flushers = 0
         self._is_closed = False
 
@@ -92,17 +93,21 @@ class WriteQueue:
         return Offered(taken, present, full, closed)
 
     def drain(self, timeout_s: float) -> bool:
-        """Have everything flushed; block until all that was taken has arrived, or time ran out."""
+        """Have everything flushed; block until all that was taken has arrived, or time ran out.
+
+        What is taken later is not waited for, so that others who go on storing do not matter.
+        """
         give_up_at_s = self._clock.monotonic_s() + timeout_s
         with self._wake:
+            last = self._taken
             self._flushers += 1
             self._wake.notify_all()
             try:
-                while self._on_their_way:
+                while self._oldest() <= last:
                     left_s = give_up_at_s - self._clock.monotonic_s()
                     if left_s <= 0:
                         return False
-                    self._wake.wait(left_s)
+                    self._wake.wait(min(left_s, threading.TIMEOUT_MAX))
             finally:
                 self._flushers -= 1
         return True
@@ -145,6 +150,17 @@ class WriteQueue:
         with self._wake:
             self._wake.wait(timeout_s)
 
+    def put_back(self, items: Sequence[Item]) -> bool:
+        """Return the end of a run that was let go, to be taken first; False when the queue is closed."""
+        with self._wake:
+            if self._is_closed:
+                return False
+            self._items.extendleft(reversed(items))
+            size = sum(item.write.data.nbytes for item in items)
+            self._held_bytes += size
+            self._waiting_bytes += size
+        return True
+
     def let_go(self, items: Sequence[Item]) -> None:
         """The items' bytes are written (or never will be): their memory is the callers' again."""
         with self._wake:
@@ -160,12 +176,17 @@ class WriteQueue:
     # callers hold the lock
 
     def _append(self, item: Item) -> None:
-        self._on_their_way[item.write.key] = None
+        self._taken += 1
+        self._on_their_way[item.write.key] = self._taken
         if not self._items:
             self._waiting_since_s = self._clock.monotonic_s()
         self._items.append(item)
         self._held_bytes += item.write.data.nbytes
         self._waiting_bytes += item.write.data.nbytes
+
+    def _oldest(self) -> int:
+        """The number of the oldest item on its way; above all others when there is none."""
+        return next(iter(self._on_their_way.values()), self._taken + 1)
 
     def _take(self) -> list[Item]:
         run: list[Item] = []

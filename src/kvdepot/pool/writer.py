@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from kvdepot.clock import Clock
+from kvdepot.clock import Clock, TimeLeft
 from kvdepot.errors import PoolError, PoolFull
 from kvdepot.metrics import Counters
 from kvdepot.pool.catalog import SegmentEntry
@@ -24,7 +24,6 @@ from kvdepot.pool.filling import (
     FillingSegment,
     Item,
     Placed,
-    RootState,
     parts_of,
     publish_filled,
 )
@@ -33,6 +32,7 @@ from kvdepot.pool.segment import (
     Records,
     block_checksum,
 )
+from kvdepot.pool.turns import RootState, Turns
 from kvdepot.pool.write_queue import WriteQueue
 from kvdepot.tiers import Job, Outcome, Write
 
@@ -40,8 +40,10 @@ __all__ = ["Writer"]
 
 log = logging.getLogger(__name__)
 
-#: after a root refused, it is left alone for so long; stores go to the other roots or are dropped
-_PAUSE_S = 1.0
+#: a thread that no root has a place for looks again after this, or when another thread is done
+_BUSY_WAIT_S = 0.05
+#: what a thread that is not stuck needs to stop
+_STOP_S = 0.1
 
 
 class Writer:
@@ -66,15 +68,15 @@ class Writer:
         queue_bytes_max: int,
         segment_age_s: float,
     ) -> None:
-        self._states = [RootState(root) for root in roots]
+        self._turns = Turns(roots, clock, threads=max(threads, 1))
         self._counters = counters
         self._clock = clock
         self._identity_digest = identity_digest
         self._on_published = on_published
         self._segment_age_s = segment_age_s
         self._queue = WriteQueue(clock, unit_bytes=unit_bytes, bytes_max=queue_bytes_max)
-        self._turn_lock = threading.Lock()
-        self._turn = 0
+        #: what each thread is writing, by thread
+        self._in_hand: dict[int, list[Item]] = {}
         self._threads = [
             threading.Thread(target=self._run, name=f"kvdepot-write-{n}", daemon=True)
             for n in range(threads * len(roots))
@@ -110,16 +112,27 @@ class Writer:
         return self._seal_due(flush=flush)
 
     def close(self, timeout_s: float) -> None:
-        """Publish what was taken as long as time allows, then stop. Idempotent."""
+        """Publish what was taken as long as time allows, then stop. Idempotent.
+
+        What a hung root still holds then is decided, and settled when the root lets go.
+        """
+        time_left = TimeLeft(timeout_s)
         self.drain(timeout_s)
         self._lose(self._queue.close(), "dropped_closed_total")
         for thread in self._threads:
-            thread.join(max(timeout_s / len(self._threads), 0.1))
-        for state in self._states:
-            with state.lock:
-                segment, state.open = state.open, None
-            if segment is not None and segment.writers == 0:
-                self._abandon(state, segment)
+            thread.join(time_left(at_least_s=_STOP_S))
+        for items in list(self._in_hand.values()):
+            stuck = [i for i in items if i.job.resolve(i.position, Outcome.DROPPED)]
+            self._lose(stuck, "dropped_closed_total")
+        for state in self._turns:
+            if not state.lock.acquire(timeout=time_left(at_least_s=_STOP_S)):
+                continue  # its file is swept like a dead writer's
+            try:
+                ready, state.open = self._seal(state.open), None
+            finally:
+                state.lock.release()
+            if ready is not None:
+                self._abandon(state, ready)
 
     # the threads
 
@@ -128,7 +141,8 @@ class Writer:
             run, is_flushing = self._queue.wait(self._idle_s)
             try:
                 if run:
-                    self._write(run)
+                    if not self._write(run):
+                        self._queue.wait_for_others(_BUSY_WAIT_S)
                 elif self._queue.is_closed:
                     return
                 elif not self._seal_due(flush=is_flushing) and is_flushing:
@@ -139,62 +153,61 @@ class Writer:
     def _idle_s(self) -> float | None:
         """Until the oldest open segment must be sealed."""
         # one look at each: another thread may seal the segment in between
-        segments = [state.open for state in self._states]
+        segments = [state.open for state in self._turns if self._turns.has_place(state)]
         opened = [segment.opened_at_s for segment in segments if segment is not None]
         if not opened:
             return None
         return max(min(opened) + self._segment_age_s - self._clock.monotonic_s(), 0.001)
 
-    def _write(self, run: list[Item]) -> None:
+    def _write(self, run: list[Item]) -> bool:
+        """Write a run; False if some of it was put back, because all roots that take it are busy."""
+        me = threading.get_ident()
         held: list[Item] = []
         taken_back: list[Item] = []
         for item in run:
             (held if item.job.hold() else taken_back).append(item)
         self._take_back(taken_back)
+        self._in_hand[me] = held
+        left: list[Item] = []
         try:
-            self._write_held(held)
-        except Exception:
-            # unforeseen: nothing may stay pending, or on its way for ever
-            failed = [i for i in held if i.job.resolve(i.position, Outcome.FAILED)]
-            self._lose(failed, "dropped_error_total")
-            raise
+            left = self._write_held(held)
         finally:
+            del self._in_hand[me]
             for item in held:
                 item.job.release()
             self._queue.let_go(run)
+        if left and not self._queue.put_back(left):
+            self._lose(left, "dropped_closed_total")
+        return not left
 
-    def _write_held(self, items: list[Item]) -> None:
-        """Find places for a run and fill them; a run may be spread over segments and roots."""
+    def _write_held(self, items: list[Item]) -> list[Item]:
+        """Find places for a run and fill them; a run may be spread over segments and roots.
+
+        Returns:
+            What is left, because every root that takes stores has as many threads as it may have.
+        """
         left = items
-        while left:
-            state = self._next_state()
-            if state is None:
-                is_full = any(isinstance(each.refusal, PoolFull) for each in self._states)
-                self._lose(left, "dropped_pool_full_total" if is_full else "dropped_error_total")
-                return
-            try:
-                segment, places = self._place(state, left)
-            except PoolError as error:
-                self._pause(state, error)
-                continue
-            placed, left = left[: len(places)], left[len(places) :]
-            self._fill(state, segment, placed, places)
-
-    def _next_state(self) -> RootState | None:
-        """The next root in turn that takes stores now."""
-        now_s = self._clock.monotonic_s()
-        with self._turn_lock:
-            for _ in self._states:
-                self._turn = (self._turn + 1) % len(self._states)
-                if self._states[self._turn].paused_until_s <= now_s:
-                    return self._states[self._turn]
-        return None
-
-    def _pause(self, state: RootState, error: PoolError) -> None:
-        state.refusal = error
-        state.paused_until_s = self._clock.monotonic_s() + _PAUSE_S
-        level = logging.DEBUG if isinstance(error, PoolFull) else logging.WARNING
-        log.log(level, "%s takes no stores for %.0f s: %s", state.root.disk.place, _PAUSE_S, error)
+        try:
+            while left:
+                state, is_any_open = self._turns.enter_next()
+                if state is None:
+                    if is_any_open:
+                        return left
+                    self._lose(left, _dropped(is_full=self._turns.is_full))
+                    return []
+                try:
+                    segment, places = self._place(state, left)
+                    placed, left = left[: len(places)], left[len(places) :]
+                    self._fill(state, segment, placed, places)
+                except PoolError as error:
+                    self._turns.pause(state, error)
+                finally:
+                    self._turns.leave(state)
+        except Exception:
+            # unforeseen: nothing may stay pending, or on its way for ever
+            self._lose(left, "dropped_error_total")
+            raise
+        return []
 
     def _place(self, state: RootState, items: Sequence[Item]) -> tuple[FillingSegment, list[int]]:
         """Offsets for the first items in the root's open segment, a fresh one if it is full.
@@ -231,18 +244,21 @@ class Writer:
         places: Sequence[int],
     ) -> None:
         """Checksum and write a run at its place; then the last writer of a sealed segment ends it."""
-        placed = [
-            Placed(item, offset, self._checksum(item.write))
-            for item, offset in zip(items, places, strict=True)
-        ]
+        placed: list[Placed] = []
         is_written = False
         try:
+            placed += [
+                Placed(item, offset, self._checksum(item.write))
+                for item, offset in zip(items, places, strict=True)
+            ]
             segment.reservation.file.write(places[0], parts_of(items))
             is_written = True
         except PoolError as error:
-            self._pause(state, error)
-            is_full = isinstance(error, PoolFull)
-            self._lose(items, "dropped_pool_full_total" if is_full else "dropped_error_total")
+            self._turns.pause(state, error)
+            self._lose(items, _dropped(is_full=isinstance(error, PoolFull)))
+        except BaseException:
+            self._lose(items, "dropped_error_total")
+            raise
         finally:
             done = self._resolve_written(placed) if is_written else []
             with state.lock:
@@ -292,17 +308,22 @@ class Writer:
         """Seal the segments that are old enough (all, to flush); end those that nobody writes to."""
         now_s = self._clock.monotonic_s()
         is_any = False
-        for state in self._states:
-            with state.lock:
-                segment = state.open
-                if segment is None:
-                    continue
-                if not flush and now_s - segment.opened_at_s < self._segment_age_s:
-                    continue
-                ready, state.open = self._seal(segment), None
-            is_any = True
-            if ready is not None:
-                self._finish(state, ready)
+        for state in self._turns:
+            if not self._turns.enter(state):
+                continue  # whoever leaves it looks again
+            try:
+                with state.lock:
+                    segment = state.open
+                    if segment is None:
+                        continue
+                    if not flush and now_s - segment.opened_at_s < self._segment_age_s:
+                        continue
+                    ready, state.open = self._seal(segment), None
+                is_any = True
+                if ready is not None:
+                    self._finish(state, ready)
+            finally:
+                self._turns.leave(state)
         return is_any
 
     @staticmethod
@@ -339,3 +360,7 @@ class Writer:
     def _abandon(self, state: RootState, segment: FillingSegment) -> None:
         self._counters.add("segments_abandoned_total")
         state.root.withdraw(segment.reservation)
+
+
+def _dropped(*, is_full: bool) -> str:
+    return "dropped_pool_full_total" if is_full else "dropped_error_total"

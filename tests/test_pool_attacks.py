@@ -1,0 +1,273 @@
+"""Attacks on a pool that are not damage and not a crash: misuse, hung roots, a pool deleted in use."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from kvdepot.clock import SystemClock
+from kvdepot.errors import ConfigError, CorruptSegment
+from kvdepot.io.localdisk import LocalDisk
+from kvdepot.keys import BlockKey
+from kvdepot.pool.index import BlockIndex
+from kvdepot.pool.segment import (
+    RECORD,
+    SegmentName,
+    SegmentStamp,
+    decode_footer,
+    decode_trailer,
+    encode_tail,
+)
+from kvdepot.pool.tier import PoolTier
+from kvdepot.pool.write_queue import WriteQueue
+from kvdepot.testing.faults import FaultDisk, FaultPlan
+from kvdepot.testing.toy import ToyEngine
+from kvdepot.tiers import Job, Outcome, Read
+from pool_rig import VERBS, ask, find_blocks, pool_config, put
+
+BLOCK_BYTES = 8192
+
+
+@pytest.fixture
+def engine():
+    return ToyEngine((BLOCK_BYTES,))
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_logged(caplog):
+    """Whatever a caller or the storage does, a traceback in the log is a bug of ours."""
+    with caplog.at_level(logging.ERROR, logger="kvdepot"):
+        yield
+    found = [r for when in ("setup", "call") for r in caplog.get_records(when)]
+    assert [r.getMessage() for r in found if r.levelno >= logging.ERROR] == []
+
+
+# misuse is refused on the caller's thread and harms nobody else
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": -1},
+        {"tokens": 1 << 32},
+        {"tokens": None},
+        {"key": BlockKey(b"short")},
+        {"parent": BlockKey(b"")},
+        {"data": memoryview(bytearray(2 * BLOCK_BYTES))[::2]},
+    ],
+)
+def test_a_store_that_makes_no_sense_is_refused_and_spoils_no_other(tmp_path, engine, changes):
+    with PoolTier.open(pool_config(tmp_path / "pool"), engine.identity) as tier:
+        good = tier.store(engine.writes(engine.prompt(1, 4)))
+        with pytest.raises((ValueError, TypeError), match=r"block|data|integer"):
+            tier.store([engine.writes(engine.prompt(2, 1))[0]._replace(**changes)])
+        assert tier.drain(10)
+        assert set(good.outcomes) == {Outcome.DONE}
+        assert set(ask(tier, engine, engine.prompt(1, 4))) == {Outcome.DONE}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [memoryview(bytes(BLOCK_BYTES)), memoryview(bytearray(2 * BLOCK_BYTES))[::2]],
+    ids=["read-only", "with gaps"],
+)
+def test_a_row_that_cannot_be_filled_is_refused(tmp_path, engine, row):
+    with PoolTier.open(pool_config(tmp_path / "pool"), engine.identity) as tier:
+        put(tier, engine, engine.prompt(1, 2))
+        key = engine.keys(engine.prompt(1, 2))[0]
+        with pytest.raises(ValueError, match="row"):
+            tier.load([Read(key, row)])
+        with pytest.raises(ValueError, match="keys"):
+            tier.load([Read(BlockKey(b"short"), memoryview(bytearray(BLOCK_BYTES)))])
+        with pytest.raises(ValueError, match="keys"):
+            tier.touch([BlockKey(b"short")])
+
+
+def test_rows_of_any_item_and_shape_are_filled(tmp_path, engine):
+    with PoolTier.open(pool_config(tmp_path / "pool"), engine.identity) as tier:
+        prompt = engine.prompt(1, 2)
+        put(tier, engine, prompt)
+        arrays = [np.zeros((4, BLOCK_BYTES // 16), np.float32), np.zeros(BLOCK_BYTES // 8)]
+        job = tier.load(
+            [Read(k, memoryview(a)) for k, a in zip(engine.keys(prompt), arrays, strict=True)]
+        )
+        assert job.wait_settled(10)
+        assert [a.tobytes() for a in arrays] == [engine.block(prompt, i) for i in range(2)]
+
+
+# waits and intervals that the system cannot count
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e300, 1e10])
+def test_waits_without_end_are_waits(tmp_path, engine, seconds):
+    with PoolTier.open(pool_config(tmp_path / "pool"), engine.identity) as tier:
+        job = tier.store(engine.writes(engine.prompt(1, 4)))
+        assert job.wait_settled(seconds)
+        assert tier.drain(seconds)
+        load = tier.load(engine.reads(engine.prompt(1, 4)), deadline_s=seconds)
+        assert load.wait(seconds)
+        assert set(load.outcomes) == {Outcome.DONE}
+        tier.close(seconds)
+
+
+def test_a_deadline_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="NaN"):
+        Job([BlockKey(bytes(32))], deadline_s=float("nan"))
+
+
+@pytest.mark.parametrize("name", ["segment_age_s", "discover_interval_s", "lease_s"])
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e10, 0.0])
+def test_intervals_must_be_countable(name, seconds):
+    with pytest.raises(ConfigError, match=name):
+        pool_config("/pool", **{name: seconds})
+
+
+# what a hostile footer may say
+
+
+@pytest.mark.parametrize("length", [4096, 0xFFFFFFFF])
+@pytest.mark.parametrize("offset", [(1 << 63) - 4096, 1 << 63, (1 << 64) - 4096])
+def test_a_footer_whose_sums_overflow_is_refused(offset, length):
+    records = np.zeros(1, dtype=RECORD)
+    records["offset"], records["length"] = offset, length
+    stamp = SegmentStamp(bytes(32), bytes(16), SegmentName("ab" * 8, 1))
+    tail = encode_tail(stamp, records, 8192)
+    trailer = decode_trailer(tail[-128:], 8192 + tail.nbytes)
+    with pytest.raises(CorruptSegment):
+        decode_footer(trailer, tail[: records.nbytes])
+
+
+def test_a_look_at_many_keys_does_not_hold_the_view_throughout(monkeypatch):
+    index = BlockIndex()
+    keys = [BlockKey(n.to_bytes(32, "little")) for n in range(10_000)]
+    records = np.zeros(len(keys), dtype=RECORD)
+    records["key"] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 4)
+    records["offset"], records["length"] = 4096, 4096
+    index.insert(1, records[::2])
+    looks = []
+    find = index._find
+    monkeypatch.setattr(index, "_find", lambda words: looks.append(len(words)) or find(words))
+    at = index.locate(keys)
+    assert at.is_present.tolist() == [n % 2 == 0 for n in range(10_000)]
+    assert index.contains(keys) == at.is_present.tolist()
+    assert max(looks) <= 2048
+
+
+# one of two roots hangs
+
+
+class TwoRoots:
+    """A tier over two roots with a plan each, and the prompts that lie on one root alone."""
+
+    def __init__(self, folder, engine):
+        self.plans = [FaultPlan(), FaultPlan()]
+        places = [folder / "a", folder / "b"]
+        disks = [
+            FaultDisk(LocalDisk(place, direct="off"), plan)
+            for place, plan in zip(places, self.plans, strict=True)
+        ]
+        self.engine = engine
+        self.tier = PoolTier.open(
+            pool_config(*places, read_threads=2, write_threads=2, segment_age_s=0.05),
+            engine.identity,
+            disks=disks,
+        )
+        prompts = [engine.prompt(seed, 2) for seed in range(16)]
+        for prompt in prompts:
+            put(self.tier, engine, prompt)
+        held = [find_blocks(place, engine.digest).keys() for place in places]
+        self.prompts_on = [
+            [prompt for prompt in prompts if engine.keys(prompt)[0] in keys] for keys in held
+        ]
+
+    def hang_first(self, *verbs):
+        return [self.plans[0].hold(verb) for verb in verbs]
+
+
+@pytest.fixture
+def two_roots(tmp_path, engine):
+    rig = TwoRoots(tmp_path, engine)
+    yield rig
+    for plan in rig.plans:
+        plan.clear()
+    rig.tier.close(5)
+
+
+def test_reads_of_a_hung_root_do_not_take_the_other_root_s_threads(two_roots, engine):
+    barrier = two_roots.hang_first("read")[0]
+    stuck = [two_roots.tier.load(engine.reads(p)) for p in two_roots.prompts_on[0]]
+    assert len(stuck) > 4  # more than all threads
+    assert barrier.wait_reached()
+    for prompt in two_roots.prompts_on[1]:
+        assert set(ask(two_roots.tier, engine, prompt)) == {Outcome.DONE}
+    assert not any(job.is_decided for job in stuck)
+    two_roots.plans[0].clear()
+    assert all(job.wait_settled(10) for job in stuck)
+
+
+def test_stores_go_to_the_other_root_while_one_hangs(two_roots, engine):
+    two_roots.hang_first("create", "publish", "files", "beat", "space", "touch")
+    tier = two_roots.tier
+    settled = [
+        tier.store(engine.writes(engine.prompt(100 + n, 2))).wait_settled(0.2) for n in range(12)
+    ]
+    assert settled.count(False) <= 2  # the first root's two threads, with a run each
+    late = tier.store(engine.writes(engine.prompt(99, 2)))
+    assert late.wait_settled(10)
+    assert set(late.outcomes) == {Outcome.DONE}
+    listed = two_roots.plans[1].counts["files"]
+    wait_until(lambda: two_roots.plans[1].counts["files"] > listed + 3)  # house is kept there
+    wait_until(lambda: tier.lookup(engine.keys(engine.prompt(99, 2))) == 2)
+    two_roots.plans[0].clear()
+    assert tier.drain(10)
+
+
+def test_closing_ends_in_time_and_decides_everything_though_a_root_hangs(two_roots, engine):
+    tier = two_roots.tier
+    two_roots.hang_first(*VERBS)
+    loads = [tier.load(engine.reads(prompt)) for prompt in two_roots.prompts_on[0]]
+    stores = [tier.store(engine.writes(engine.prompt(200 + n, 2))) for n in range(8)]
+    closers = [threading.Thread(target=tier.close, args=(0.5,)) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(15)
+        assert not closer.is_alive()
+    assert all(job.is_decided for job in (*loads, *stores))
+    two_roots.plans[0].clear()
+    assert all(job.wait_settled(10) for job in (*loads, *stores))
+
+
+# many callers
+
+
+def test_drain_does_not_wait_for_what_others_store_later(engine):
+    queue = WriteQueue(SystemClock(), unit_bytes=1 << 20, bytes_max=1 << 20)
+
+    def take(seed):
+        writes = engine.writes(engine.prompt(seed, 2))
+        queue.offer(Job([write.key for write in writes]), writes, range(2))
+        return queue.take()
+
+    earlier = take(1)
+    drained = []
+    drainer = threading.Thread(target=lambda: drained.append(queue.drain(30)))
+    drainer.start()
+    wait_until(lambda: queue.wait(lambda: 0.001)[1])
+    later = take(2)
+    queue.arrive(earlier)
+    drainer.join(10)
+    assert drained == [True]
+    assert not queue.drain(0)
+    queue.arrive(later)
+    assert queue.drain(0)
+
+
+def wait_until(is_so, timeout_s=10.0):
+    clock, end_s = SystemClock(), SystemClock().monotonic_s() + timeout_s
+    while not is_so():
+        assert clock.monotonic_s() < end_s, "it did not come to that"
+        threading.Event().wait(0.005)
