@@ -69,11 +69,13 @@ class TmpEntry(NamedTuple):
 class _Folder:
     """What we know of one hour folder."""
 
-    __slots__ = ("changed_at_s", "entries", "mtime_ns")
+    __slots__ = ("changed_at_s", "entries", "is_quiet", "mtime_ns")
 
     def __init__(self) -> None:
         self.mtime_ns = -1
         self.changed_at_s = 0.0
+        #: listed after its mtime had been the same for a while, so nothing can be missing
+        self.is_quiet = False
         self.entries: dict[SegmentName, SegmentEntry] = {}
 
 
@@ -132,6 +134,7 @@ class Catalog:
         Raises:
             PoolError: the storage refused; what was found before stays.
         """
+        now_s = self._clock.monotonic_s()
         listed: dict[tuple[str, str], dict[SegmentName, SegmentEntry]] = {}
         present: set[tuple[str, str]] = set()
         for name in [namespace] if namespace else self._namespaces():
@@ -140,13 +143,15 @@ class Catalog:
                     continue
                 key = (name, info.name)
                 present.add(key)
-                if self._is_due(key, info.mtime_ns) or is_full:
+                if self._is_due(key, info.mtime_ns, now_s) or is_full:
                     listed[key] = self._list(key)
         # only when all listings are in: an error half-way must not lose what was found before it
         added: list[SegmentEntry] = []
         removed: list[SegmentEntry] = []
         for key, found in listed.items():
-            self._take(self._folders[key], found, added, removed)
+            folder = self._folders[key]
+            folder.is_quiet = now_s - folder.changed_at_s >= _QUIET_S
+            self._take(folder, found, added, removed)
         for key in [key for key in self._folders if key not in present]:
             if namespace is None or key[0] == namespace:
                 removed += self._folders.pop(key).entries.values()
@@ -195,13 +200,13 @@ class Catalog:
             if info.is_folder and _NAMESPACE.fullmatch(info.name)
         ]
 
-    def _is_due(self, key: tuple[str, str], mtime_ns: int) -> bool:
+    def _is_due(self, key: tuple[str, str], mtime_ns: int, now_s: float) -> bool:
         folder = self._folders.setdefault(key, _Folder())
-        now_s = self._clock.monotonic_s()
         if mtime_ns != folder.mtime_ns:
             folder.mtime_ns = mtime_ns
             folder.changed_at_s = now_s
-        return now_s - folder.changed_at_s < _QUIET_S
+            folder.is_quiet = False
+        return not folder.is_quiet
 
     def _list(self, key: tuple[str, str]) -> dict[SegmentName, SegmentEntry]:
         namespace, hour = key

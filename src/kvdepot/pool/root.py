@@ -313,6 +313,7 @@ class Root:
     def _take_lease(self) -> None:
         name = new_writer_name()
         self._lease = LeaseHolder(self.disk, name, holder=name, pid=os.getpid())
+        self._cleaner.own_writer = name
 
     # callers hold the lock
 
@@ -380,6 +381,8 @@ class _Knowledge:
         self._listener = listener
 
     def refresh(self) -> None:
+        # what was used in the last seconds must not look older than it is
+        self._root.flush_touches()
         self._root.discover(is_full=True)
 
     def evicted(self, entry: SegmentEntry) -> None:
