@@ -448,7 +448,7 @@ def test_a_row_that_the_parent_should_not_have_sent_ends_the_worker(
     with open_worker(tmp_path, engine, arena) as tier:
         pid = tier.worker_pid
         wrong = [(0, arena.buffer.length_bytes - 1)]
-        monkeypatch.setattr(tier._shared, "places", lambda rows, are_targets: wrong)
+        monkeypatch.setattr(tier._shared, "places", lambda rows: wrong)
         write = engine.writes(engine.prompt(1, 1))[0]
         job = tier.store([Write(write.key, write.parent, write.data, 16)])
         assert job.wait_settled(20)

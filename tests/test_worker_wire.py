@@ -454,11 +454,11 @@ def test_places_are_found_at_the_borders_of_buffers():
     for number, buffer in enumerate(buffers):
         memory = buffer.memory
         rows = [memory, memory[4096:], memory[8191:], memory[:1].toreadonly()]
-        found = shared.places(rows, are_targets=False)
+        found = shared.places(rows)
         assert found == [(number, 0), (number, 4096), (number, 8191), (number, 0)]
         del memory, rows
     ends = [buffer.memory[-1:] for buffer in buffers]
-    found = shared.places(ends * 2, are_targets=True)
+    found = shared.places(ends * 2)
     assert found == [(number, 8191) for number in range(4)] * 2
     del ends
     for buffer in buffers:

@@ -105,8 +105,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         for name, value in msgspec.structs.asdict(self).items():
-            if not value > 0:
-                raise ConfigError(f"{name} must be positive: {value}")
+            if not 0 < value <= _SECONDS_MAX:
+                raise ConfigError(
+                    f"{name} must be positive and at most {_SECONDS_MAX:.0f}: {value}"
+                )
         if self.hang_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"hang_s ({self.hang_s}) must be at least twice heartbeat_s ({self.heartbeat_s})"

@@ -34,7 +34,16 @@ from kvdepot.metrics import Counters
 from kvdepot.pool.worker_jobs import SharedRows, WorkerJob
 from kvdepot.pool.worker_link import Link
 from kvdepot.pool.worker_wire import Row, StoreRow
-from kvdepot.tiers import Job, Outcome, Read, TierLimits, TierUsage, Write
+from kvdepot.tiers import (
+    Job,
+    Outcome,
+    Read,
+    TierLimits,
+    TierUsage,
+    Write,
+    check_reads,
+    check_writes,
+)
 from kvdepot.urls import distinct_roots
 
 __all__ = ["WorkerTier"]
@@ -178,8 +187,8 @@ class WorkerTier:
         job = WorkerJob([read.key for read in reads], deadline_s=deadline_s, clock=self._clock)
         if not reads:
             return job
-        _check_keys(job.keys)
-        places = self._shared.places([read.into for read in reads], are_targets=True)
+        check_reads(reads)
+        places = self._shared.places([read.into for read in reads])
         rows = [
             Row(key, buffer, offset, into.nbytes)
             for (key, into), (buffer, offset) in zip(reads, places, strict=True)
@@ -201,8 +210,7 @@ class WorkerTier:
         if self._is_closed or self._config.read_only or link is None:
             self._drop(job, range(len(writes)), self._why_dropped(link))
             return job
-        _check_keys(job.keys)
-        _check_keys([write.parent for write in writes])
+        check_writes(writes)
         wanted: list[int] = []
         present: list[int] = []
         too_large: list[int] = []
@@ -213,7 +221,7 @@ class WorkerTier:
                 too_large.append(index)
             else:
                 wanted.append(index)
-        places = self._shared.places([writes[index].data for index in wanted], are_targets=False)
+        places = self._shared.places([writes[index].data for index in wanted])
         rows = [
             StoreRow(write.key, write.parent, write.tokens, buffer, offset, write.data.nbytes)
             for write, (buffer, offset) in zip((writes[i] for i in wanted), places, strict=True)
@@ -228,6 +236,8 @@ class WorkerTier:
         return job
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
+        if any(len(key) != KEY_BYTES for key in keys):
+            raise ValueError(f"block keys have {KEY_BYTES} bytes")
         link = self._link
         if keys and link is not None:
             link.outbox.post_touch(keys)
@@ -371,8 +381,3 @@ class WorkerTier:
 
     def _reap(self) -> None:
         self._dying = [link for link in self._dying if not link.is_gone()]
-
-
-def _check_keys(keys: Sequence[BlockKey]) -> None:
-    if any(len(key) != KEY_BYTES for key in keys):
-        raise ValueError(f"block keys and their parents have {KEY_BYTES} bytes")
