@@ -16,6 +16,7 @@ and, per worker, one that sends. The verbs only look at memory and append to a b
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Sequence
@@ -206,11 +207,11 @@ class WorkerTier:
         job = WorkerJob([write.key for write in writes], clock=self._clock)
         if not writes:
             return job
+        check_writes(writes)
         link = self._link
         if self._is_closed or self._config.read_only or link is None:
             self._drop(job, range(len(writes)), self._why_dropped(link))
             return job
-        check_writes(writes)
         wanted: list[int] = []
         present: list[int] = []
         too_large: list[int] = []
@@ -223,8 +224,10 @@ class WorkerTier:
                 wanted.append(index)
         places = self._shared.places([writes[index].data for index in wanted])
         rows = [
-            StoreRow(write.key, write.parent, write.tokens, buffer, offset, write.data.nbytes)
-            for write, (buffer, offset) in zip((writes[i] for i in wanted), places, strict=True)
+            StoreRow(key, parent, operator.index(tokens), buffer, offset, data.nbytes)
+            for (key, parent, data, tokens), (buffer, offset) in zip(
+                (writes[index] for index in wanted), places, strict=True
+            )
         ]
         for index in present:
             job.resolve(index, Outcome.DONE)

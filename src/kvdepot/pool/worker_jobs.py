@@ -111,7 +111,7 @@ class WorkerJob(Job):
         """Seconds until the deadline; None without one."""
         if self._deadline_at is None:
             return None
-        return max(self._deadline_at - self._clock.monotonic_s(), 0.0)
+        return max(float(self._deadline_at) - self._clock.monotonic_s(), 0.0)
 
 
 class Ticket:

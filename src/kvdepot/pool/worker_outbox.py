@@ -160,7 +160,7 @@ class Outbox:
                 return False
             number = self._number()
             drain = self._drains[number] = _Drain(self._stores_posted)
-            self._queue.append(Drain(number, timeout_s))
+            self._queue.append(Drain(number, float(timeout_s)))
             self._wake.notify()
         drain.is_over.wait(min(timeout_s, threading.TIMEOUT_MAX))
         with self._wake:
@@ -172,7 +172,7 @@ class Outbox:
         with self._wake:
             if self._is_open:
                 self._is_open = False
-                self._queue.append(Close(timeout_s))
+                self._queue.append(Close(float(timeout_s)))
                 self._wake.notify()
 
     # the receiver
