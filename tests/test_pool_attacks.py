@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from kvdepot.clock import SystemClock
 from kvdepot.errors import ConfigError, CorruptSegment
+from kvdepot.io.disk import Space
 from kvdepot.io.localdisk import LocalDisk
 from kvdepot.keys import BlockKey
 from kvdepot.pool.index import BlockIndex
@@ -24,9 +27,10 @@ from kvdepot.pool.segment import (
 from kvdepot.pool.tier import PoolTier
 from kvdepot.pool.write_queue import WriteQueue
 from kvdepot.testing.faults import FaultDisk, FaultPlan
+from kvdepot.testing.simclock import FakeClock
 from kvdepot.testing.toy import ToyEngine
 from kvdepot.tiers import Job, Outcome, Read
-from pool_rig import VERBS, ask, find_blocks, pool_config, put
+from pool_rig import VERBS, ask, find_blocks, pool_config, put, segment_files
 
 BLOCK_BYTES = 8192
 
@@ -264,6 +268,126 @@ def test_drain_does_not_wait_for_what_others_store_later(engine):
     assert not queue.drain(0)
     queue.arrive(later)
     assert queue.drain(0)
+
+
+# somebody removes files under a running pool
+
+
+@pytest.mark.parametrize("what", ["lease", "tmp", "ns", "."])
+def test_writers_outlive_the_removal_of_the_pool_s_folders(tmp_path, engine, what):
+    clock, root = FakeClock(), tmp_path / "pool"
+    config = pool_config(root, lease_s=30)
+    tiers = [
+        PoolTier.open(config, engine.identity, clock=clock, has_threads=False) for _ in range(2)
+    ]
+    shutil.rmtree(root / what)
+    for _ in range(12):  # two minutes: every lease that is not renewed is over
+        clock.advance(10)
+        for tier in tiers:
+            tier.tick()
+    for number, tier in enumerate(tiers):
+        tier.store(engine.writes(engine.prompt(number, 2)))
+        tier.run_pending()
+    for tier in tiers:  # a segment is open in both while both sweep
+        tier.roots[0]._due_s.clear()
+        tier.tick()
+    for number, tier in enumerate(tiers):
+        tier.run_pending(flush=True)
+        assert tier.lookup(engine.keys(engine.prompt(number, 2))) == 2
+        assert tier.counters.snapshot()["leftovers_swept_total"] == 0
+    assert (root / "pool.json").exists()
+    assert len(list(root.glob("ns/*/identity.json"))) == 1
+    for tier in tiers:
+        tier.close()
+    assert list((root / "lease").iterdir()) == []
+
+
+def test_a_copy_in_a_forked_child_takes_nothing_from_its_parent(tmp_path, engine):
+    root = tmp_path / "pool"
+    tier = PoolTier.open(pool_config(root), engine.identity, has_threads=False)
+    child = os.fork()
+    if child == 0:
+        load = tier.load(engine.reads(engine.prompt(1, 2)))
+        store = tier.store(engine.writes(engine.prompt(1, 2)))
+        tier.close()
+        is_idle = {*load.outcomes, *store.outcomes} == {Outcome.MISS, Outcome.DROPPED}
+        os._exit(0 if is_idle and load.is_settled and store.is_settled else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(list((root / "lease").iterdir())) == 1
+    tier.close()
+
+
+# room
+
+
+class Spacious(LocalDisk):
+    """A disk with a free space of the test's making."""
+
+    free_bytes = 1 << 40
+
+    def space(self):
+        return Space(self.free_bytes, 1 << 41, None, None)
+
+
+@pytest.fixture
+def filled(tmp_path, engine):
+    """A pool of twenty segments, on a disk with a free space of the test's making."""
+    disk = Spacious(tmp_path / "pool", direct="off")
+    config = pool_config(tmp_path / "pool", free_bytes_min=1 << 30)
+    tier = PoolTier.open(config, engine.identity, disks=[disk], has_threads=False)
+    for seed in range(20):
+        store_now(tier, engine, seed)
+    assert len(segment_files(tmp_path / "pool")) == 20
+    yield tier, disk
+    tier.close()
+
+
+def store_now(tier, engine, seed):
+    job = tier.store(engine.writes(engine.prompt(seed, 4)))
+    tier.run_pending(flush=True)
+    return job.outcomes
+
+
+def test_space_that_comes_back_late_does_not_empty_the_pool(tmp_path, engine, filled):
+    # others have the files that go still open, so removing them frees nothing yet
+    tier, disk = filled
+    disk.free_bytes = (1 << 30) + tier.roots[0].segment_bytes - 1
+    assert set(store_now(tier, engine, 99)) == {Outcome.DROPPED}
+    assert len(segment_files(tmp_path / "pool")) == 19
+    disk.free_bytes += 1 << 20
+    wait_until(lambda: Outcome.DONE in store_now(tier, engine, 99))
+
+
+def test_claims_that_exceed_the_capacity_evict_nothing(tmp_path, engine, filled):
+    tier, _ = filled
+    (tmp_path / "pool/tmp" / f"{'a' * 16}-00000001-999999999999999.tmp").touch()
+    assert set(store_now(tier, engine, 99)) == {Outcome.DROPPED}
+    assert len(segment_files(tmp_path / "pool")) == 20
+
+
+def test_what_writers_have_claimed_counts_against_the_free_space(tmp_path, engine, filled):
+    tier, disk = filled
+    segment_bytes = tier.roots[0].segment_bytes
+    disk.free_bytes = (1 << 30) + 2 * segment_bytes
+    (tmp_path / "pool/tmp" / f"{'a' * 16}-00000001-{segment_bytes}.tmp").touch()
+    assert set(store_now(tier, engine, 99)) == {Outcome.DONE}
+    assert len(segment_files(tmp_path / "pool")) == 21
+    (tmp_path / "pool/tmp" / f"{'b' * 16}-00000001-1.tmp").touch()
+    store_now(tier, engine, 98)
+    assert len(segment_files(tmp_path / "pool")) < 22
+
+
+def test_uses_in_the_future_do_not_keep_segments_for_ever(tmp_path, engine, filled):
+    tier, disk = filled
+    old = segment_files(tmp_path / "pool")
+    for path in old:
+        os.utime(path, (4e9, 4e9))  # the storage's clock was wrong, and has been set back
+    store_now(tier, engine, 50)
+    disk.free_bytes = (1 << 30) + tier.roots[0].segment_bytes - 40_000
+    store_now(tier, engine, 51)
+    kept = segment_files(tmp_path / "pool")
+    assert len(set(old) - set(kept)) >= 1
+    assert tier.lookup(engine.keys(engine.prompt(50, 4))) == 4
 
 
 def wait_until(is_so, timeout_s=10.0):

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from kvdepot.clock import Clock
 from kvdepot.errors import PoolError, WriterNameTaken
 from kvdepot.io.disk import Disk, Space
 from kvdepot.metrics import Counters
 from kvdepot.pool.catalog import Catalog, SegmentEntry, TmpEntry
-from kvdepot.pool.lease import LeaseHolder, LeaseWatch
+from kvdepot.pool.lease import LEASE_FOLDER, LEASE_SUFFIX, LeaseHolder, LeaseWatch
 from kvdepot.pool.sizes import Limits
 from kvdepot.units import format_bytes
 
@@ -28,6 +28,10 @@ __all__ = ["CLEANER_LEASE", "Cleaner", "SegmentKnowledge", "eviction_order"]
 log = logging.getLogger(__name__)
 
 CLEANER_LEASE = "cleaner"
+#: a last use so much later than the storage's now is a clock's error and says nothing
+_FUTURE_NS = 3600 * 10**9
+#: removed files give their space back so late, while other processes still have them open
+_RELEASE_S = 5.0
 
 
 class SegmentKnowledge(Protocol):
@@ -63,8 +67,12 @@ class Cleaner:
         self._disk = disk
         self._catalog = catalog
         self.limits = limits
+        #: the writer of this process; alive, whatever became of its lease file
+        self.own_writer = ""
+        self._clock = clock
         self._counters = counters
         self._knowledge = knowledge
+        self._promise = _Promise(0, 0, float("-inf"))
         self._watch = LeaseWatch(disk, clock, lease_s=lease_s)
 
     def used_bytes(self, claims: Iterable[TmpEntry] | None = None) -> int:
@@ -75,10 +83,18 @@ class Cleaner:
 
     def excess_bytes(self, wanted_bytes: int, claims: Iterable[TmpEntry] | None = None) -> int:
         """How much must go before `wanted_bytes` more may be written; 0 when they may."""
-        space = self._disk.space()
-        excess = self.used_bytes(claims) + wanted_bytes - self.limits.capacity_bytes
-        excess = max(excess, self.limits.free_bytes_min + wanted_bytes - space.free_bytes, 0)
-        if self._lacks_inodes(space):
+        if claims is None:
+            claims = self._catalog.tmp_entries()
+        return self._excess_bytes(wanted_bytes, list(claims), self._disk.space())
+
+    def _excess_bytes(self, wanted_bytes: int, claims: Sequence[TmpEntry], space: Space) -> int:
+        claimed = sum(entry.reserved_bytes for entry in claims)
+        excess = self._catalog.used_bytes + claimed + wanted_bytes - self.limits.capacity_bytes
+        # what is claimed is still to be written, for all that the free space says
+        floor = self.limits.free_bytes_min + claimed + wanted_bytes
+        excess = max(excess, floor - space.free_bytes, 0)
+        # a segment needs an inode as well; after the claim, with nothing more wanted, it has it
+        if self._lacks_inodes(space, wanted=1 if wanted_bytes else 0):
             excess = max(excess, 1)  # any one segment gives an inode back
         return excess
 
@@ -96,25 +112,41 @@ class Cleaner:
         try:
             self.sweep()
             self._knowledge.refresh()
-            order = eviction_order(
-                self._catalog.entries(),
-                bad=self._knowledge.bad(),
-                parents=self._knowledge.parents(),
-            )
-            for entry in order:
-                if self.excess_bytes(wanted_bytes) == 0:
-                    return True
-                self._evict(entry)
+            self._evict_for(wanted_bytes)
             return self.excess_bytes(wanted_bytes) == 0
         finally:
             lease.release()
+
+    def _evict_for(self, wanted_bytes: int) -> None:
+        """Evict what must go, and not more because its space comes back late."""
+        claims = self._catalog.tmp_entries()
+        claimed = sum(entry.reserved_bytes for entry in claims)
+        if claimed + wanted_bytes > self.limits.capacity_bytes:
+            return  # with everything gone there would be no room either
+        order = eviction_order(
+            self._catalog.entries(),
+            bad=self._knowledge.bad(),
+            parents=self._knowledge.parents(),
+            now_ns=self._storage_now_ns(),
+        )
+        now_s = self._clock.monotonic_s()
+        space = self._disk.space()
+        expected = space if now_s >= self._promise.until_s else self._promise.applied_to(space)
+        for entry in order:
+            if self._excess_bytes(wanted_bytes, claims, expected) == 0:
+                break
+            if self._evict(entry):
+                expected = _more(expected, entry.length_bytes)
+        late = expected.free_bytes - self._disk.space().free_bytes
+        until_s = now_s + _RELEASE_S if late > 0 else float("-inf")
+        self._promise = _Promise(expected.free_bytes, expected.free_inodes or 0, until_s)
 
     def sweep(self) -> int:
         """Remove the unfinished segments and leases of dead writers; return how many files went."""
         swept = 0
         tmp_entries = self._catalog.tmp_entries()
         writers = {entry.writer for entry in tmp_entries} | self._watch.names()
-        for writer in sorted(writers - {CLEANER_LEASE}):
+        for writer in sorted(writers - {CLEANER_LEASE, self.own_writer}):
             if not self._watch.is_dead(writer):
                 continue
             for entry in tmp_entries:
@@ -131,22 +163,56 @@ class Cleaner:
         for namespace, hour in self._catalog.empty_hours():
             self._disk.remove(f"ns/{namespace}/{hour}")
 
-    def _evict(self, entry: SegmentEntry) -> None:
+    def _evict(self, entry: SegmentEntry) -> bool:
         try:
             removed = self._disk.remove(entry.path)
         except PoolError as error:
             # another user's file in a shared pool: say so, and let the next one go
             log.warning("cannot evict %s: %s", entry.path, error)
-            return
+            return False
         self._catalog.drop(entry)
         self._knowledge.evicted(entry)
         if removed:
             self._counters.add("segments_evicted_total")
             self._counters.add("segment_bytes_evicted_total", entry.length_bytes)
             log.debug("evicted %s (%s)", entry.path, format_bytes(entry.length_bytes))
+        return removed
 
-    def _lacks_inodes(self, space: Space) -> bool:
-        return space.free_inodes is not None and space.free_inodes <= self.limits.free_inodes_min
+    def _storage_now_ns(self) -> int | None:
+        """The storage's clock, by the lease that has just been taken."""
+        for info in self._disk.files(LEASE_FOLDER):
+            if info.name == f"{CLEANER_LEASE}{LEASE_SUFFIX}":
+                return info.mtime_ns
+        return None
+
+    def _lacks_inodes(self, space: Space, *, wanted: int) -> bool:
+        if space.free_inodes is None:
+            return False
+        return space.free_inodes - wanted <= self.limits.free_inodes_min
+
+
+class _Promise(NamedTuple):
+    """What the file system will have when the files that were removed have been let go of."""
+
+    free_bytes: int
+    free_inodes: int
+    until_s: float
+
+    def applied_to(self, space: Space) -> Space:
+        inodes = space.free_inodes
+        return space._replace(
+            free_bytes=max(space.free_bytes, self.free_bytes),
+            free_inodes=None if inodes is None else max(inodes, self.free_inodes),
+        )
+
+
+def _more(space: Space, length_bytes: int) -> Space:
+    """The space when one file of that length has gone."""
+    inodes = space.free_inodes
+    return space._replace(
+        free_bytes=space.free_bytes + length_bytes,
+        free_inodes=None if inodes is None else inodes + 1,
+    )
 
 
 def eviction_order(
@@ -154,6 +220,7 @@ def eviction_order(
     *,
     bad: Iterable[SegmentEntry] = (),
     parents: Mapping[SegmentEntry, Iterable[SegmentEntry]],
+    now_ns: int | None = None,
 ) -> list[SegmentEntry]:
     """The order in which segments go.
 
@@ -161,9 +228,16 @@ def eviction_order(
         entries: all segments.
         bad: segments that do not verify; they go first.
         parents: for a segment, those that hold the parents of its blocks, as far as known.
+        now_ns: by the storage's clock. Last uses well after it, left by a clock that has been set back
+            since, count as older than all others; else they would outlast everything.
     """
     known = list(entries)
     used_ns = {entry.path: entry.mtime_ns for entry in known}
+    if now_ns is not None:
+        latest = max(used_ns.values(), default=0)
+        for path, mtime_ns in used_ns.items():
+            if mtime_ns > now_ns + _FUTURE_NS:
+                used_ns[path] = mtime_ns - latest - _FUTURE_NS  # in their own order
     edges = {child.path: [p.path for p in of] for child, of in parents.items()}
     # a prefix is worth as much as what continues it: hand the time of use up the chains, youngest
     # first, so that each edge is walked at most once per improvement

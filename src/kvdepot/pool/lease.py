@@ -23,12 +23,12 @@ from kvdepot.errors import PoolError, WriterNameTaken
 from kvdepot.io.disk import Disk, DiskLock
 from kvdepot.io.host import host_boot_id
 
-__all__ = ["LEASE_FOLDER", "LeaseHolder", "LeaseWatch", "new_writer_name"]
+__all__ = ["LEASE_FOLDER", "LEASE_SUFFIX", "LeaseHolder", "LeaseWatch", "new_writer_name"]
 
 log = logging.getLogger(__name__)
 
 LEASE_FOLDER = "lease"
-_SUFFIX = ".lease"
+LEASE_SUFFIX = ".lease"
 
 
 class _LeaseText(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,23 +50,35 @@ class LeaseHolder:
 
     def __init__(self, disk: Disk, name: str, *, holder: str, pid: int) -> None:
         self.name = name
+        self._disk = disk
+        self._path = f"{LEASE_FOLDER}/{name}{LEASE_SUFFIX}"
         self._text = _LeaseText(holder=holder, boot_id=host_boot_id(), pid=pid, beats=0)
-        lock = disk.lock(f"{LEASE_FOLDER}/{name}{_SUFFIX}", msgspec.json.encode(self._text))
-        if lock is None:
+        self._lock: DiskLock | None = disk.lock(self._path, msgspec.json.encode(self._text))
+        if self._lock is None:
             raise WriterNameTaken(
                 f"{disk.place}: the lease {name!r} is held by a live process",
                 hint="let the name be chosen, or stop the other process",
             )
-        self._lock: DiskLock = lock
 
     def beat(self) -> None:
-        """Show life."""
+        """Show life; take the lease anew if somebody has removed its file.
+
+        Without the file the others would count this writer as dead and sweep what it is writing.
+        """
         self._text = msgspec.structs.replace(self._text, beats=self._text.beats + 1)
-        self._lock.beat(msgspec.json.encode(self._text))
+        text = msgspec.json.encode(self._text)
+        if self._lock is not None and self._disk.read_small(self._path) is not None:
+            self._lock.beat(text)
+            return
+        self.release()
+        # None while another process looks whether it is free: then the next beat takes it
+        self._lock = self._disk.lock(self._path, text)
 
     def release(self) -> None:
         """End the lease. Idempotent."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 class LeaseWatch:
@@ -82,9 +94,9 @@ class LeaseWatch:
     def names(self) -> set[str]:
         """Names of all lease files."""
         return {
-            info.name.removesuffix(_SUFFIX)
+            info.name.removesuffix(LEASE_SUFFIX)
             for info in self._disk.files(LEASE_FOLDER)
-            if info.is_regular and info.name.endswith(_SUFFIX)
+            if info.is_regular and info.name.endswith(LEASE_SUFFIX)
         }
 
     def is_dead(self, name: str) -> bool:
@@ -93,7 +105,7 @@ class LeaseWatch:
         A name without a lease file counts as silent, not as dead at once: on a network file system
         the file may be there and not yet visible.
         """
-        path = f"{LEASE_FOLDER}/{name}{_SUFFIX}"
+        path = f"{LEASE_FOLDER}/{name}{LEASE_SUFFIX}"
         try:
             content = self._disk.read_small(path)
         except PoolError:
@@ -110,7 +122,7 @@ class LeaseWatch:
 
     def bury(self, name: str) -> None:
         """Remove a dead holder's lease file."""
-        self._disk.remove(f"{LEASE_FOLDER}/{name}{_SUFFIX}")
+        self._disk.remove(f"{LEASE_FOLDER}/{name}{LEASE_SUFFIX}")
         self._seen.pop(name, None)
 
     def _is_lock_free(self, path: str, content: bytes) -> bool:
@@ -122,7 +134,7 @@ class LeaseWatch:
 
     def _mtime(self, name: str) -> int:
         for info in self._disk.files(LEASE_FOLDER):
-            if info.name == name + _SUFFIX:
+            if info.name == name + LEASE_SUFFIX:
                 return info.mtime_ns
         return 0
 

@@ -20,6 +20,7 @@ __all__ = [
     "open_namespace",
     "open_pool_file",
     "read_pool_file",
+    "restore_manifest",
     "restore_pool_file",
 ]
 
@@ -77,6 +78,13 @@ def restore_pool_file(disk: Disk, pool_file: PoolFile) -> None:
         _publish_small(disk, POOL_FILE, _encoded(pool_file))
 
 
+def restore_manifest(disk: Disk, identity: Identity) -> None:
+    """As `restore_pool_file`, for the namespace that segments go on being written into."""
+    path = _manifest_path(identity)
+    if disk.read_small(path) is None:
+        _publish_small(disk, path, encode_manifest(identity))
+
+
 def open_namespace(disk: Disk, identity: Identity, *, is_read_only: bool) -> None:
     """Compare a namespace's manifest field by field, or make it.
 
@@ -85,7 +93,7 @@ def open_namespace(disk: Disk, identity: Identity, *, is_read_only: bool) -> Non
         FormatError: the manifest is damaged.
         PoolError: the storage refused.
     """
-    path = f"{NAMESPACE_FOLDER}/{identity.digest().hex()}/{MANIFEST_FILE}"
+    path = _manifest_path(identity)
     text = disk.read_small(path)
     if text is None:
         if is_read_only:
@@ -100,6 +108,10 @@ def open_namespace(disk: Disk, identity: Identity, *, is_read_only: bool) -> Non
             hint="remove the namespace folder; its blocks will be computed again",
         ) from error
     compare(identity, theirs)
+
+
+def _manifest_path(identity: Identity) -> str:
+    return f"{NAMESPACE_FOLDER}/{identity.digest().hex()}/{MANIFEST_FILE}"
 
 
 def _encoded(pool_file: PoolFile) -> bytes:

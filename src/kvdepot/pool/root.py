@@ -37,6 +37,7 @@ from kvdepot.pool.lease import LeaseHolder, new_writer_name
 from kvdepot.pool.poolfile import (
     open_namespace,
     open_pool_file,
+    restore_manifest,
     restore_pool_file,
 )
 from kvdepot.pool.reservation import Reservation
@@ -97,6 +98,7 @@ class Root:
         self.lock = threading.RLock()
         self.namespace = identity.digest().hex()
         self._config = config
+        self._identity = identity
         self._clock = clock
         self._counters = counters
         self._listener = listener
@@ -261,6 +263,7 @@ class Root:
             self._unread.append(self._again.popleft())
         if not self._config.read_only:
             restore_pool_file(self.disk, self._pool_file)
+            restore_manifest(self.disk, self._identity)
             self._cleaner.sweep()
             self._make_room(0)
             self._cleaner.remove_empty_hours()
@@ -291,7 +294,8 @@ class Root:
         touched, self._touched = self._touched, {}
         if self._config.read_only:
             return
-        for path in reversed(touched):
+        # a copy: a reader may still be adding to the one that it has just seen
+        for path in list(reversed(touched)):
             self.disk.touch(path)
 
     def close(self) -> None:

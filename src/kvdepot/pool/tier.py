@@ -7,6 +7,7 @@ writers' segments, notes uses, makes room). The verbs only look at memory and en
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -56,7 +57,10 @@ _CLOSE_S = 1.0
 
 
 class PoolTier:
-    """`Tier` over a pool. Open with `PoolTier.open`; close it, or use it as a context manager."""
+    """`Tier` over a pool. Open with `PoolTier.open`; close it, or use it as a context manager.
+
+    A copy in a forked child serves nothing and closes nothing; a child opens the pool itself.
+    """
 
     name = "disk"
 
@@ -81,6 +85,7 @@ class PoolTier:
         self._table = SegmentTable(self._index, self._files, counters, self._digest)
         self._touches: deque[Sequence[BlockKey]] = deque(maxlen=_TOUCHES_MAX)
         self._is_closed = False
+        self._pid = os.getpid()
         self._closing = threading.Lock()
         self._stop = threading.Event()
         self.roots: list[Root] = []
@@ -209,7 +214,9 @@ class PoolTier:
     def begin_load(self, job: Job, reads: Sequence[Read]) -> None:
         """`load` with a job of the caller's making, whose blocks are the reads' in order."""
         check_reads(reads)
-        if reads:
+        if self._is_forked:
+            job.resolve_all(Outcome.MISS)
+        elif reads:
             self._reader.submit(job, reads)
 
     def store(self, writes: Sequence[Write]) -> Job:
@@ -224,7 +231,7 @@ class PoolTier:
         check_writes(writes)
         reason = (
             "dropped_closed_total"
-            if self._is_closed
+            if self._is_closed or self._is_forked
             else "dropped_read_only_total"
             if self._config.read_only
             else ""
@@ -268,6 +275,8 @@ class PoolTier:
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
+        if self._is_forked:
+            return
         with self._closing:
             if self._is_closed:
                 return
@@ -288,6 +297,11 @@ class PoolTier:
                 closer.join(time_left(at_least_s=_CLOSE_S))
                 if closer.is_alive():
                     log.warning("%s hangs; its lease ends with this process", root.disk.place)
+
+    @property
+    def _is_forked(self) -> bool:
+        """This is a copy in a child process: it has no threads, and the leases are the parent's."""
+        return os.getpid() != self._pid
 
     # for tests that own the order of events
 
@@ -326,7 +340,9 @@ class PoolTier:
                 segment.root.touch(segment.entry)
 
     def _keep_house(self, root: Root) -> None:
-        while not self._stop.wait(self._config.discover_interval_s):
+        # often enough for both: a writer that shows no life is taken for dead
+        interval_s = min(self._config.discover_interval_s, self._config.lease_s / 3)
+        while not self._stop.wait(interval_s):
             try:
                 self._tick(root)
             except Exception:
