@@ -156,8 +156,7 @@ def child(job: dict[str, Any]) -> None:
         for line in sys.stdin:
             question = engine.tokenize(f"\n\nQuestion: {SHIPPED_QUESTIONS[int(line)]}\nAnswer:")
             prompt = (document * 4)[: job["tokens"] - len(question)] + question
-            for event in engine.generate(prompt, max_new_tokens=16):
-                last = event
+            *_, last = engine.generate(prompt, max_new_tokens=16)
             if not isinstance(last, Result):
                 raise TypeError("no result")
             if engine.depot is not None:
