@@ -102,6 +102,31 @@ def test_rows_of_any_item_and_shape_are_filled(tmp_path, engine):
         assert [a.tobytes() for a in arrays] == [engine.block(prompt, i) for i in range(2)]
 
 
+def test_a_view_released_too_early_costs_that_block_alone(tmp_path, engine, caplog):
+    plan = FaultPlan()
+    disk = FaultDisk(LocalDisk(tmp_path / "pool", direct="off"), plan)
+    with PoolTier.open(pool_config(tmp_path / "pool"), engine.identity, disks=[disk]) as tier:
+        for seed in range(4):
+            barrier = plan.hold("write", at=1)
+            ahead = tier.store(engine.writes(engine.prompt(10 + seed, 2)))
+            assert barrier.wait_reached()
+            write = engine.writes(engine.prompt(seed, 1))[0]
+            job = tier.store([write])
+            write.data.release()
+            plan.clear()
+            assert job.wait_settled(10)
+            assert job.outcomes == (Outcome.FAILED,)
+            assert set(ahead.outcomes) == {Outcome.DONE}
+        assert set(put(tier, engine, engine.prompt(20, 2))) == {Outcome.DONE}
+        assert tier._writer.queued_bytes == 0
+        assert tier.counters.snapshot()["dropped_error_total"] == 4
+    # here alone it is the caller whose error is told
+    assert {r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR} == {
+        "writing failed"
+    }
+    caplog.clear()
+
+
 # waits and intervals that the system cannot count
 
 

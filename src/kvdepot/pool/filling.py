@@ -34,11 +34,13 @@ class Item(NamedTuple):
     job: Job
     position: int
     write: Write
+    #: of the data; a number of our own, because a caller may have released the view
+    length_bytes: int
 
     @property
     def padded_bytes(self) -> int:
         """What the block takes in a segment."""
-        return round_up(self.write.data.nbytes, ALIGNMENT)
+        return round_up(self.length_bytes, ALIGNMENT)
 
 
 class Placed(NamedTuple):
@@ -69,12 +71,13 @@ class FillingSegment:
 
 
 def _records_of(placed: Sequence[Placed]) -> Records:
-    writes = [place.item.write for place in placed]
+    items = [place.item for place in placed]
+    writes = [item.write for item in items]
     records = np.zeros(len(placed), dtype=RECORD)
     records["key"] = key_table([write.key for write in writes])
     records["parent"] = key_table([write.parent for write in writes])
     records["offset"] = [place.offset for place in placed]
-    records["length"] = [write.data.nbytes for write in writes]
+    records["length"] = [item.length_bytes for item in items]
     records["tokens"] = [write.tokens for write in writes]
     records["checksum"] = np.array([place.checksum for place in placed], dtype=np.uint64)
     return records

@@ -86,7 +86,7 @@ class WriteQueue:
                     job.resolve(position, Outcome.DROPPED)
                     full += 1
                 else:
-                    self._append(Item(job, position, write))
+                    self._append(Item(job, position, write, write.data.nbytes))
                     taken += 1
             # one thread lingers; the others are woken when there is a run for each
             self._wake.notify(1 + self._waiting_bytes // self._unit_bytes)
@@ -118,7 +118,7 @@ class WriteQueue:
             self._is_closed = True
             left, self._items = list(self._items), deque()
             self._waiting_bytes = 0
-            self._held_bytes -= sum(item.write.data.nbytes for item in left)
+            self._held_bytes -= sum(item.length_bytes for item in left)
             self._wake.notify_all()
         return left
 
@@ -156,7 +156,7 @@ class WriteQueue:
             if self._is_closed:
                 return False
             self._items.extendleft(reversed(items))
-            size = sum(item.write.data.nbytes for item in items)
+            size = sum(item.length_bytes for item in items)
             self._held_bytes += size
             self._waiting_bytes += size
         return True
@@ -164,7 +164,7 @@ class WriteQueue:
     def let_go(self, items: Sequence[Item]) -> None:
         """The items' bytes are written (or never will be): their memory is the callers' again."""
         with self._wake:
-            self._held_bytes -= sum(item.write.data.nbytes for item in items)
+            self._held_bytes -= sum(item.length_bytes for item in items)
 
     def arrive(self, items: Sequence[Item]) -> None:
         """The items are on their way no more: published, lost or taken back."""
@@ -181,8 +181,8 @@ class WriteQueue:
         if not self._items:
             self._waiting_since_s = self._clock.monotonic_s()
         self._items.append(item)
-        self._held_bytes += item.write.data.nbytes
-        self._waiting_bytes += item.write.data.nbytes
+        self._held_bytes += item.length_bytes
+        self._waiting_bytes += item.length_bytes
 
     def _oldest(self) -> int:
         """The number of the oldest item on its way; above all others when there is none."""
@@ -196,7 +196,7 @@ class WriteQueue:
             if run and size > self._unit_bytes:
                 break
             item = self._items.popleft()
-            self._waiting_bytes -= item.write.data.nbytes
+            self._waiting_bytes -= item.length_bytes
             run.append(item)
         return run
 

@@ -281,12 +281,12 @@ class Writer:
         taken_back: list[Item] = []
         for place in placed:
             item = place.item
-            if item.job.resolve(item.position, Outcome.DONE, item.write.data.nbytes):
+            if item.job.resolve(item.position, Outcome.DONE, item.length_bytes):
                 done.append(place)
             else:
                 taken_back.append(item)
         self._counters.add("store_blocks_total", len(done))
-        self._counters.add("store_bytes_total", sum(p.item.write.data.nbytes for p in done))
+        self._counters.add("store_bytes_total", sum(p.item.length_bytes for p in done))
         self._take_back(taken_back)
         return done
 
