@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import threading
+from random import Random
 
 import numpy as np
 import pytest
@@ -293,6 +294,45 @@ def test_drain_does_not_wait_for_what_others_store_later(engine):
     assert not queue.drain(0)
     queue.arrive(later)
     assert queue.drain(0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_block_of_every_call_is_in_one_counter(tmp_path, engine, seed):
+    plan = FaultPlan(seed)
+    disk = FaultDisk(LocalDisk(tmp_path / "pool", direct="off"), plan)
+    config = pool_config(
+        tmp_path / "pool",
+        capacity_bytes=512 << 10,
+        segment_bytes=64 << 10,
+        segment_age_s=0.01,
+        write_queue_bytes=64 << 10,
+        write_threads=4,
+    )
+    random = Random(seed)
+    stored = loaded = 0
+    with PoolTier.open(config, engine.identity, disks=[disk]) as tier:
+        for verb in ("create", "open", "write", "publish", "truncate", "read"):
+            plan.fail(verb, share=0.05)
+        plan.short("write", share=0.05)
+        plan.flip(share=0.1)
+        for _ in range(40):
+            prompt = engine.prompt(random.randrange(12), random.randrange(1, 12))
+            reads, writes = engine.reads(prompt), engine.writes(prompt)
+            jobs = [tier.store(writes), tier.load(reads, deadline_s=random.choice([None, 0.001]))]
+            stored, loaded = stored + len(writes), loaded + len(reads)
+            if random.random() < 0.2:
+                jobs[0].cancel()
+            assert all(job.wait_settled(10) for job in jobs)
+            engine.check(reads, jobs[1].outcomes)
+        plan.clear()
+        assert tier.drain(10)
+        count = tier.counters.snapshot()
+    dropped = sum(count[name] for name in count if name.startswith("dropped_"))
+    kinds = ("blocks", "present_blocks", "cancelled_blocks")
+    assert dropped + sum(count[f"store_{kind}_total"] for kind in kinds) == stored
+    kinds = ("blocks", "missing_blocks", "failed_blocks", "late_blocks")
+    bad = count["corrupt_blocks_total"]
+    assert bad + sum(count[f"load_{kind}_total"] for kind in kinds) == loaded
 
 
 # somebody removes files under a running pool

@@ -245,6 +245,7 @@ class Reader:
             file = self._files.acquire(unit.segment)
         except FormatError as error:
             self._table.segment_is_corrupt(unit.segment, error)
+            self._counters.add("corrupt_blocks_total", len(unit.reads))
             _resolve(unit, Outcome.CORRUPT)
             return
         except PoolError as error:
