@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvdepot.clock import SystemClock
-from kvdepot.errors import ConfigError, CorruptSegment
+from kvdepot.errors import ConfigError, CorruptSegment, PoolFull, PoolUnavailable
 from kvdepot.io.disk import Space
 from kvdepot.io.localdisk import LocalDisk
 from kvdepot.keys import BlockKey
@@ -26,6 +26,7 @@ from kvdepot.pool.segment import (
     encode_tail,
 )
 from kvdepot.pool.tier import PoolTier
+from kvdepot.pool.turns import Turns
 from kvdepot.pool.write_queue import WriteQueue
 from kvdepot.testing.faults import FaultDisk, FaultPlan
 from kvdepot.testing.simclock import FakeClock
@@ -236,6 +237,26 @@ def test_reads_of_a_hung_root_do_not_take_the_other_root_s_threads(two_roots, en
     assert not any(job.is_decided for job in stuck)
     two_roots.plans[0].clear()
     assert all(job.wait_settled(10) for job in stuck)
+
+
+def test_a_root_has_places_for_its_share_of_the_threads(two_roots):
+    clock = FakeClock()
+    turns = Turns(two_roots.tier.roots, clock, threads=2)
+    first, second = turns
+    taken = [turns.enter_next().state for _ in range(4)]
+    assert sorted(map(id, taken)) == sorted(map(id, [first, first, second, second]))
+    assert turns.enter_next() == (None, True)  # all busy
+    assert not turns.enter(first)
+    turns.leave(second)
+    assert [turns.enter_next().state for _ in range(2)] == [second, None]
+    turns.pause(second, PoolFull("no room"))
+    turns.leave(second)
+    assert turns.enter_next() == (None, True)  # the one that takes stores is busy
+    turns.pause(first, PoolUnavailable("an error"))
+    assert turns.enter_next() == (None, False)
+    assert turns.is_full
+    clock.advance(2)
+    assert turns.enter_next().state is second
 
 
 def test_stores_go_to_the_other_root_while_one_hangs(two_roots, engine):

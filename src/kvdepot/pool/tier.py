@@ -129,15 +129,7 @@ class PoolTier:
             is_persistent=True,
             is_shared=True,
         )
-        # one for each root: a root that hangs must not keep the others from showing life
-        self._housekeepers = [
-            threading.Thread(
-                target=self._keep_house, args=(root,), name="kvdepot-house", daemon=True
-            )
-            for root in (self.roots if has_threads else ())
-        ]
-        for housekeeper in self._housekeepers:
-            housekeeper.start()
+        self._housekeepers = self._start_housekeepers() if has_threads else []
 
     @classmethod
     def open(
@@ -338,6 +330,16 @@ class PoolTier:
             segment = self._table.segment(segment_id)
             if segment is not None:
                 segment.root.touch(segment.entry)
+
+    def _start_housekeepers(self) -> list[threading.Thread]:
+        # one for each root: a root that hangs must not keep the others from showing life
+        keepers = [
+            threading.Thread(target=self._keep_house, args=(r,), name="kvdepot-house", daemon=True)
+            for r in self.roots
+        ]
+        for keeper in keepers:
+            keeper.start()
+        return keepers
 
     def _keep_house(self, root: Root) -> None:
         # often enough for both: a writer that shows no life is taken for dead
