@@ -101,6 +101,8 @@ class Reader:
         self._threads_per_root = max(threads, 1)
         self._wake = threading.Condition()
         self._requests: deque[_Request] = deque()
+        #: one request is planned at a time and to its end, so that units wait in the order of requests
+        self._is_planning = False
         self._queues: dict[int, deque[Unit]] = {}
         self._in_flight: dict[int, int] = {}
         #: units that are being read, by root
@@ -169,7 +171,8 @@ class Reader:
 
     def _take(self) -> Unit | _Request | None:
         """The next piece of work: planning first, then the units that the budgets allow."""
-        if self._requests:
+        if self._requests and not self._is_planning:
+            self._is_planning = True
             return self._requests.popleft()
         for root_id, queue in self._queues.items():
             if not queue:
@@ -225,12 +228,16 @@ class Reader:
             )
         except Exception:
             log.exception("planning a load failed")
+            with self._wake:
+                self._is_planning = False
+                self._wake.notify_all()
             job.resolve_all(Outcome.FAILED)
             return
         missing = len(reads) - sum(len(unit.reads) for unit in units)
         if missing:
             self._counters.add("load_missing_blocks_total", missing)
         with self._wake:
+            self._is_planning = False
             if not self._is_closed:
                 for unit in units:
                     self._queues.setdefault(id(unit.segment.root), deque()).append(unit)
