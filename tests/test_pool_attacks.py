@@ -32,7 +32,7 @@ from kvdepot.testing.faults import FaultDisk, FaultPlan
 from kvdepot.testing.simclock import FakeClock
 from kvdepot.testing.toy import ToyEngine
 from kvdepot.tiers import Job, Outcome, Read
-from pool_rig import VERBS, ask, find_blocks, pool_config, put, segment_files
+from tests.pool_rig import VERBS, ask, find_blocks, pool_config, put, segment_files
 
 BLOCK_BYTES = 8192
 
