@@ -6,6 +6,7 @@ zero-filled, aligned to the page, and freed when the last view of it is gone.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Sequence
@@ -102,7 +103,10 @@ def address_of(view: memoryview) -> int:
     """The address of a view's first byte; 0 for an empty view."""
     if view.nbytes == 0:
         return 0
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+    if view.readonly:
+        return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+    # several times faster, and asked for every row
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def merged_rows(rows: Sequence[memoryview]) -> list[memoryview] | None:

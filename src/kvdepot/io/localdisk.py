@@ -111,8 +111,11 @@ class LocalDisk:
             if error.errno in _ABSENT | {errno.ELOOP}:
                 return None
             raise translate(error, "open", str(path)) from error
-        with translated("stat", str(path)):
+        try:
             status = os.fstat(fd)
+        except OSError as error:
+            os.close(fd)
+            raise translate(error, "stat", str(path)) from error
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
             return None
@@ -143,7 +146,7 @@ class LocalDisk:
                 self._forget_source(old)
                 return True
             except FileNotFoundError as error:
-                if attempt == 2 or not old.exists():
+                if attempt == 2 or not os.path.exists(old):
                     raise translate(error, "publish", str(new)) from error
                 with translated("make folder", str(new.parent)):
                     new.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def configured_capacity(place: str, configured: int | None, stored: int) -> int:
 
 
 def segment_bytes_within(capacity: int, wanted: int, block_bytes: int, *, place: str) -> int:
-    """A segment's size: as wanted, but eight must fit into the capacity, and one block into it.
+    """A segment's size: as wanted, but 32 must fit into the capacity (each writer claims one), and one block into it.
 
     Raises:
         ConfigError: the capacity does not hold one block.
@@ -61,7 +61,7 @@ def segment_bytes_within(capacity: int, wanted: int, block_bytes: int, *, place:
             f"{place}: a capacity of {format_bytes(capacity)} cannot hold one block of "
             f"{format_bytes(block_bytes)} ({format_bytes(least)} with its frame)"
         )
-    return max(min(wanted, capacity // 8), least) // ALIGNMENT * ALIGNMENT
+    return max(min(wanted, capacity // 32), least) // ALIGNMENT * ALIGNMENT
 
 
 def block_bytes_max(segment_bytes: int) -> int:
