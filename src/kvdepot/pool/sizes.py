@@ -50,7 +50,9 @@ def configured_capacity(place: str, configured: int | None, stored: int) -> int:
 
 
 def segment_bytes_within(capacity: int, wanted: int, block_bytes: int, *, place: str) -> int:
-    """A segment's size: as wanted, but 32 must fit into the capacity (each writer claims one), and one block into it.
+    """A segment's size: as wanted, but one block must fit into it, and 32 of it into the capacity.
+
+    Each writer claims one segment at a time; larger ones would leave no room for the data.
 
     Raises:
         ConfigError: the capacity does not hold one block.
