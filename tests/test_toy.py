@@ -103,7 +103,8 @@ def test_writes_hold_the_right_bytes_in_chain_order(skew_bytes):
     writes = engine.writes(tokens, skew_bytes=skew_bytes)
     first, second = engine.keys(tokens, 0), engine.keys(tokens, 1)
     assert [write.key for write in writes] == [first[0], second[0], first[1], second[1]]
-    assert [write.parent for write in writes] == [engine.root, engine.root, first[0], second[0]]
+    roots = [engine.root, group_key(engine.root, 1)]
+    assert [write.parent for write in writes] == [*roots, first[0], second[0]]
     assert bytes(writes[3].data) == engine.block(tokens, 1, 1)
     assert [write.key for write in engine.writes(tokens, first=1)] == [first[1], second[1]]
 

@@ -196,10 +196,11 @@ class ToyEngine:
     ) -> list[tuple[int, int, BlockKey, BlockKey]]:
         """(block, group, key, parent) of every block from `first` on, in chain order."""
         chains = [self.keys(tokens, group) for group in range(self.groups)]
+        parents = [[group_key(self.root, group), *chain] for group, chain in enumerate(chains)]
         return [
-            (index, group, chain[index], chain[index - 1] if index else self.root)
+            (index, group, chains[group][index], parents[group][index])
             for index in range(first, len(chains[0]))
-            for group, chain in enumerate(chains)
+            for group in range(self.groups)
         ]
 
     def _rows(self, groups: Sequence[int], skew_bytes: int) -> Iterator[memoryview]:
