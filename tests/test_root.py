@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvdepot.clock import SystemClock
-from kvdepot.errors import PoolFull
+from kvdepot.errors import ConfigError, PoolFull, PoolUnavailable
 from kvdepot.io.localdisk import LocalDisk
 from kvdepot.metrics import Counters
+from kvdepot.pool import lease as lease_module
 from kvdepot.pool import root as root_module
+from kvdepot.pool.lease import LeaseHolder, LeaseWatch
 from kvdepot.pool.root import Root
 from kvdepot.pool.tier import PoolTier
 from kvdepot.testing.simclock import FakeClock
@@ -147,6 +149,71 @@ def test_a_wrong_clock_does_not_hide_segments(
         writer.store(engine.writes(tokens))
         writer.run_pending(flush=True)
         assert eventually(lambda: reader.lookup(engine.keys(tokens)) == 4)
+
+
+def test_an_orphaned_claim_is_removed_later(
+    tmp_path: Path, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim counts against everybody; a short error while it is removed must not keep it for ever."""
+    root = open_root(tmp_path, engine)
+    reservation = root.admit(64 * 1024)
+
+    def refuse(name: str) -> bool:
+        raise PoolUnavailable("EIO")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(root.disk, "remove", refuse)
+        root.withdraw(reservation)
+        assert len(tmp_files(tmp_path)) == 1
+    root.tick()
+    assert tmp_files(tmp_path) == []
+    root.close()
+
+
+def test_a_folder_under_two_names_is_refused(tmp_path: Path, engine: ToyEngine) -> None:
+    (tmp_path / "pool").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "pool")
+    with pytest.raises(ConfigError, match="the same pool"):
+        PoolTier.open(pool_config(tmp_path / "pool", tmp_path / "link"), engine.identity)
+    assert list((tmp_path / "pool" / "lease").glob("*")) == []
+
+
+def test_chains_are_known_again_after_a_restart(tmp_path: Path, engine: ToyEngine) -> None:
+    """Segments are read newest first, so a parent's segment is found after its child's."""
+    tokens = engine.prompt(1, 4)
+    config = pool_config(tmp_path, segment_bytes=3 * 4096)
+    with PoolTier.open(config, engine.identity) as tier:
+        for write in engine.writes(tokens):
+            tier.store([write])
+            assert tier.drain(10)
+    with PoolTier.open(config, engine.identity) as tier:
+        (root,) = tier.roots
+        found = tier._table.parents_of_segments(root)
+        by_sequence = {
+            entry.name.sequence: [parent.name.sequence for parent in parents]
+            for entry, parents in found.items()
+        }
+    assert by_sequence == {1: [], 2: [1], 3: [2], 4: [3]}
+
+
+def test_without_a_boot_id_nobody_is_of_the_same_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts that cannot say their boot id must not take each other's free locks for deaths."""
+    monkeypatch.setattr(lease_module, "host_boot_id", lambda: "")
+    clock = FakeClock()
+    disk = LocalDisk(tmp_path)
+    holder = LeaseHolder(disk, "a" * 16, holder="a" * 16, pid=1)
+    holder.release()
+    (tmp_path / "lease" / ("a" * 16 + ".lease")).write_bytes(
+        b'{"holder":"a","boot_id":"","pid":1,"beats":0}'
+    )
+    watch = LeaseWatch(disk, clock, lease_s=30)
+    assert not watch.is_dead("a" * 16)
+    clock.advance(29)
+    assert not watch.is_dead("a" * 16)
+    clock.advance(2)
+    assert watch.is_dead("a" * 16)
 
 
 def test_uses_are_written_down_prefix_last(tmp_path: Path, engine: ToyEngine) -> None:

@@ -20,6 +20,7 @@ from kvdepot.errors import IdentityMismatch, KvdepotError, PoolUnavailable, Unkn
 from kvdepot.io.buffers import HostBuffer
 from kvdepot.io.childprocess import Channel
 from kvdepot.keys import BlockKey
+from kvdepot.pool import worker_report
 from kvdepot.pool.index import BlockIndex
 from kvdepot.pool.segment import RECORD
 from kvdepot.pool.worker_child import ReportedIndex
@@ -287,6 +288,32 @@ def records_of(*keys):
     records = np.zeros(len(keys), dtype=RECORD)
     records["key"] = np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, 4)
     return records
+
+
+def test_a_job_is_said_to_be_settled_once(reporting, monkeypatch):
+    """It may change again between the look at it and the end of its time with us: the parent, which
+    knows it no more, would take a second word for nonsense and give the whole worker up."""
+    reporter, finish = reporting
+    look = worker_report._progress_of
+
+    def look_and_change(job):
+        found = look(job)
+        reporter.job_changed(job)
+        return found
+
+    monkeypatch.setattr(worker_report, "_progress_of", look_and_change)
+    for number in range(50):
+        job = ReportedJob(number, [BlockKey(bytes(32))], reporter)
+        reporter.watch(job)
+        job.resolve(0, Outcome.DONE, 1)
+    settled = [
+        each.number
+        for notice in finish()
+        if isinstance(notice, Report)
+        for each in notice.progress
+        if each.is_settled
+    ]
+    assert sorted(settled) == list(range(50))
 
 
 def test_a_change_is_said_before_the_outcome_that_goes_with_it(reporting):

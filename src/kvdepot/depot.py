@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, Self
 
 import msgspec
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 #: fills a host row: (group index, block index, row)
 Cut = Callable[[int, int, memoryview], None]
 
+_GROUP_KEYS_MAX = 1 << 15
 #: stores are handed over in parts of this size, so that writing begins while later blocks are cut
 _STORE_PART_BYTES = 8 * MIB
 
@@ -79,6 +81,8 @@ class Depot:
         self.hosts = hosts
         self._counters = counters
         self._clock = clock
+        # a request's keys come by three times: at lookup, restore and store
+        self._group_key = lru_cache(maxsize=_GROUP_KEYS_MAX)(group_key)
         self._unsettled: deque[tuple[int, list[int], Job]] = deque()
 
     @classmethod
@@ -142,12 +146,8 @@ class Depot:
             blocks = min(blocks, self._prefix(host, group_keys[group][:blocks]))
         self._counters.add("lookup_blocks_total", len(keys))
         self._counters.add("lookup_hit_blocks_total", blocks)
-        tiers = tuple(
-            "host"
-            if all(host.holds(group_keys[g][index]) for g, host in enumerate(self.hosts))
-            else "disk"
-            for index in range(blocks)
-        )
+        held = [host.holds(group_keys[g][:blocks]) for g, host in enumerate(self.hosts)]
+        tiers = tuple("host" if all(in_host) else "disk" for in_host in zip(*held, strict=True))
         return Hit(blocks, tiers)
 
     def restore(self, keys: Sequence[BlockKey], *, deadline_s: float | None = None) -> Restore:
@@ -220,7 +220,7 @@ class Depot:
     # below
 
     def _group_keys(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
-        return [[group_key(key, g) for key in keys] for g in range(len(self.hosts))]
+        return [[self._group_key(key, g) for key in keys] for g in range(len(self.hosts))]
 
     def _prefix(self, host: HostRows, keys: Sequence[BlockKey]) -> int:
         """Longest prefix over both tiers together."""
@@ -257,13 +257,17 @@ class Depot:
         if self.pool is None:
             host.release(rows)
             return len(missing)
-        job = self.pool.store(
-            [
-                Write(chain.keys[index], chain.parents[index], host.row(row), chain.tokens)
-                for index, row in held.items()
-                if row is not None
-            ]
-        )
+        try:
+            job = self.pool.store(
+                [
+                    Write(chain.keys[index], chain.parents[index], host.row(row), chain.tokens)
+                    for index, row in held.items()
+                    if row is not None
+                ]
+            )
+        except BaseException:
+            host.release(rows)
+            raise
         self._unsettled.append((chain.group, rows, job))
         return len(missing)
 

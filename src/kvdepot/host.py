@@ -82,9 +82,10 @@ class HostRows:
                     return index
         return len(keys)
 
-    def holds(self, key: BlockKey) -> bool:
-        """Whether a block is cached."""
-        return key in self._row_of
+    def holds(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of the blocks are cached."""
+        with self._lock:
+            return [key in self._row_of for key in keys]
 
     def acquire(self, key: BlockKey) -> int | None:
         """Use a cached block's row; None if it is not cached. Pair with `release`."""

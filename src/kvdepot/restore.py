@@ -21,6 +21,8 @@ __all__ = ["Restore"]
 #: loads are handed over in parts, so that the first can be copied out while the next ones load
 _LOAD_PART_BYTES = 32 * MIB
 
+_SETTLE_S = 0.1
+
 #: takes rows back once the job is settled: (group index, rows, job)
 GiveBack = Callable[[int, list[int], Job], None]
 
@@ -201,9 +203,10 @@ class Restore:
                 if outcome is Outcome.DONE:
                     host.fill(part.rows[position], part.keys[position])
             self.bytes_read += part.job.bytes_done
-            if part.job.leading_done == len(part.loaded):
-                # nothing is left to do but for the last reading thread to let go of the rows
-                part.job.wait_settled()
+            if part.job.leading_done == len(part.loaded) and self._next[group] < self.blocks:
+                # the rows are needed for what comes next, and the last reading thread lets go of
+                # them in a moment, unless its storage hangs while it closes a file
+                part.job.wait_settled(_SETTLE_S)
             self._give_rows_back(group, part.rows, part.job)
         else:
             host.release(part.rows)

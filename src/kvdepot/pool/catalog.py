@@ -11,10 +11,11 @@ lock); all calls block on file calls.
 from __future__ import annotations
 
 import re
+import time
 from typing import NamedTuple
 
 from kvdepot.clock import Clock
-from kvdepot.io.disk import Disk
+from kvdepot.io.disk import Disk, FileInfo
 from kvdepot.pool.segment import SegmentName, parse_segment_name
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "Changes",
     "SegmentEntry",
     "TmpEntry",
+    "hour_name",
+    "is_namespace",
     "segment_path",
     "tmp_path",
 ]
@@ -84,6 +87,17 @@ class Changes(NamedTuple):
 
     added: list[SegmentEntry]
     removed: list[SegmentEntry]
+
+
+def hour_name(wall_s: float) -> str:
+    """The folder of an hour in UTC; ten digits whatever the clock says, or nobody would know it."""
+    at = time.gmtime(wall_s)
+    return f"{at.tm_year % 10_000:04d}{at.tm_mon:02d}{at.tm_mday:02d}{at.tm_hour:02d}"
+
+
+def is_namespace(info: FileInfo) -> bool:
+    """Whether an entry of the ``ns`` folder is a namespace; others are not ours."""
+    return info.is_folder and _NAMESPACE.fullmatch(info.name) is not None
 
 
 def segment_path(namespace: str, hour: str, name: SegmentName) -> str:
@@ -194,11 +208,7 @@ class Catalog:
         ]
 
     def _namespaces(self) -> list[str]:
-        return [
-            info.name
-            for info in self._disk.files(NAMESPACE_FOLDER)
-            if info.is_folder and _NAMESPACE.fullmatch(info.name)
-        ]
+        return [info.name for info in self._disk.files(NAMESPACE_FOLDER) if is_namespace(info)]
 
     def _is_due(self, key: tuple[str, str], mtime_ns: int, now_s: float) -> bool:
         folder = self._folders.setdefault(key, _Folder())

@@ -100,11 +100,8 @@ class BlockIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all arrays; segments' row lists included."""
-        with self._changing:
-            rows = sum(ids.nbytes for ids in self._rows_of.values())
-            rows += sum(ids.nbytes for ids in self._free)
-            return self._columns.memory_bytes + self._table.nbytes + rows
+        """Bytes of all arrays, the segments' row lists included. Takes no lock."""
+        return self._columns.memory_bytes + self._table.nbytes + self._next_row * 8
 
     # looking up
 

@@ -110,7 +110,8 @@ class LeaseWatch:
             content = self._disk.read_small(path)
         except PoolError:
             return False
-        if content is not None and _boot_id(content) == host_boot_id():
+        ours = host_boot_id()
+        if content is not None and ours and _boot_id(content) == ours:
             return self._is_lock_free(path, content)
         stamp = (content, self._mtime(name) if content is not None else 0)
         now_s = self._clock.monotonic_s()

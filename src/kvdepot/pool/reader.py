@@ -200,7 +200,7 @@ class Reader:
                 finally:
                     work.job.release()
             else:
-                self._counters.add("load_late_blocks_total", len(work.reads))
+                self._counters.add("load_given_up_blocks_total", len(work.reads))
         except Exception:
             # a bug here must not take a thread, or a request, with it
             log.exception("reading %s failed", work.segment.entry.path)

@@ -29,9 +29,9 @@ from kvdepot.errors import (
     PoolFull,
 )
 from kvdepot.identity import Identity
-from kvdepot.io.disk import Disk, DiskFile
+from kvdepot.io.disk import Disk
 from kvdepot.metrics import Counters
-from kvdepot.pool.catalog import Catalog, SegmentEntry, segment_path, tmp_path
+from kvdepot.pool.catalog import Catalog, SegmentEntry, hour_name, segment_path, tmp_path
 from kvdepot.pool.cleaner import Cleaner
 from kvdepot.pool.lease import LeaseHolder, new_writer_name
 from kvdepot.pool.poolfile import (
@@ -109,7 +109,9 @@ class Root:
         #: segments found whose footer has not been read yet
         self._unread: deque[SegmentEntry] = deque()
         #: segments whose file gave an error; storage recovers, so they get another chance
-        self._again: deque[SegmentEntry] = deque()
+        self._again: dict[str, SegmentEntry] = {}
+        #: tmp files that could not be removed when their writer gave them up
+        self._leftovers: list[str] = []
         self._due_s: dict[str, float] = {}
         self.catalog = Catalog(disk, clock)
         self._pool_file = open_pool_file(disk, config.capacity_bytes, is_read_only=config.read_only)
@@ -145,7 +147,7 @@ class Root:
             self.discover(is_full=True)
             self._is_due("full", min(_FULL_REFRESH_S, self._config.lease_s))
             if not self._config.read_only:
-                self._make_room(0)
+                self._cleaner.make_room(0)
         self.read_found(until_s=self._clock.monotonic_s() + index_s)
 
     @property
@@ -177,7 +179,8 @@ class Root:
         for _ in range(_ADMIT_ATTEMPTS):
             with self.lock:
                 self.discover(is_full=False)
-                reservation = self._claim(length_bytes) if self._make_room(length_bytes) else None
+                has_room = self._cleaner.make_room(length_bytes)
+                reservation = self._claim(length_bytes) if has_room else None
             if reservation is not None:
                 return reservation
             # two claims met, or another process cleans: one will be first next time
@@ -214,8 +217,13 @@ class Root:
             on_published(entry)
 
     def withdraw(self, reservation: Reservation) -> None:
-        """Give a reservation up; failures are left to the sweep."""
-        self._withdraw(reservation.path, reservation.file)
+        """Give a reservation up; what cannot be removed now is tried again on each tick."""
+        reservation.file.close()
+        try:
+            self.disk.remove(reservation.path)
+        except PoolError as error:
+            log.debug("%s is removed later: %s", reservation.path, error)
+            self._leftovers.append(reservation.path)
 
     # reading
 
@@ -244,6 +252,10 @@ class Root:
                 self._lease.beat()
             if self._is_due("touch", _TOUCH_INTERVAL_S):
                 self.flush_touches()
+            # a claim counts against everybody's capacity for as long as its file is there
+            while self._leftovers:
+                self.disk.remove(self._leftovers[-1])
+                self._leftovers.pop()
             if self._is_due("full", min(_FULL_REFRESH_S, self._config.lease_s)):
                 self._look_at_everything()
             elif self._is_due("discover", self._config.discover_interval_s):
@@ -259,13 +271,13 @@ class Root:
 
     def _look_at_everything(self) -> None:
         self.discover(is_full=True)
-        while self._again:
-            self._unread.append(self._again.popleft())
+        again, self._again = self._again, {}
+        self._unread.extend(again.values())
         if not self._config.read_only:
             restore_pool_file(self.disk, self._pool_file)
             restore_manifest(self.disk, self._identity)
             self._cleaner.sweep()
-            self._make_room(0)
+            self._cleaner.make_room(0)
             self._cleaner.remove_empty_hours()
 
     def read_found(self, *, until_s: float | None = None) -> bool:
@@ -287,7 +299,7 @@ class Root:
 
     def read_again(self, entry: SegmentEntry) -> None:
         """Have a segment's footer read once more on the next look at everything."""
-        self._again.append(entry)
+        self._again[entry.path] = entry
 
     def flush_touches(self) -> None:
         """Write the uses noted so far, prefixes last, so that they count as the more recent."""
@@ -335,41 +347,29 @@ class Root:
         if entry.namespace == self.namespace:
             self._listener.segment_removed(self, entry)
 
-    def _make_room(self, wanted_bytes: int) -> bool:
-        return self._cleaner.make_room(wanted_bytes)
-
     def _claim(self, length_bytes: int) -> Reservation | None:
         """Claim by an empty file's name, then look at all claims; None when they are too many."""
         self._sequence += 1
         name = SegmentName(self.writer, self._sequence)
         path = tmp_path(name, length_bytes)
-        file = self.disk.create(path, 0)
+        reservation = Reservation(name, path, self.disk.create(path, 0), length_bytes)
         try:
             # claims before segments: what another writer publishes in between is seen in one of the
             # two, or in both; the other order would see it in neither and overrun the capacity
             claims = self.catalog.tmp_entries()
             self.discover(is_full=False)
             if self._cleaner.excess_bytes(0, claims) == 0:
-                file.truncate(length_bytes)
-                return Reservation(name, path, file, length_bytes)
+                reservation.file.truncate(length_bytes)
+                return reservation
         except BaseException:
-            self._withdraw(path, file)
+            self.withdraw(reservation)
             raise
-        self._withdraw(path, file)
+        self.withdraw(reservation)
         return None
-
-    def _withdraw(self, path: str, file: DiskFile) -> None:
-        file.close()
-        try:
-            self.disk.remove(path)
-        except PoolError as error:
-            log.debug("%s left to the sweep: %s", path, error)
 
     def _hour(self, now_s: float) -> str:
         """The folder for a new segment: the hour in UTC, with a number once it is crowded."""
-        at = time.gmtime(now_s)
-        # ten digits whatever the clock says, or readers would not know the folder
-        hour = f"{at.tm_year % 10_000:04d}{at.tm_mon:02d}{at.tm_mday:02d}{at.tm_hour:02d}"
+        hour = hour_name(now_s)
         name, number = hour, 0
         while self.catalog.count(self.namespace, name) >= _FOLDER_ENTRIES_MAX:
             number += 1

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 
 from kvdepot.errors import FormatError, PoolError
-from kvdepot.keys import BlockKey
+from kvdepot.keys import KEY_BYTES, BlockKey
 from kvdepot.metrics import Counters
 from kvdepot.pool.catalog import SegmentEntry
 from kvdepot.pool.index import BlockIndex
@@ -42,7 +42,9 @@ class SegmentTable:
         self._next_id = 0
         self._segments: dict[int, Segment] = {}
         self._ids: dict[tuple[int, str], int] = {}
-        self._parents: dict[int, tuple[int, ...]] = {}
+        #: keys of parents that the segment does not hold itself; located when they are asked for,
+        #: because the segment that holds them may be found later
+        self._parents: dict[int, tuple[BlockKey, ...]] = {}
         self._bad: dict[tuple[int, str], SegmentEntry] = {}
 
     def segment(self, segment_id: int) -> Segment | None:
@@ -58,7 +60,7 @@ class SegmentTable:
             self._segments[segment_id] = Segment(segment_id, root, entry)
             self._ids[id(root), entry.path] = segment_id
         self._index.insert(segment_id, records)
-        parents = self._segments_of_parents(records)
+        parents = _outer_parents(records)
         with self._lock:
             is_listed = segment_id in self._segments
             if is_listed:
@@ -92,15 +94,14 @@ class SegmentTable:
 
     def parents_of_segments(self, root: Root) -> Mapping[SegmentEntry, list[SegmentEntry]]:
         with self._lock:
-            return {
-                segment.entry: [
-                    self._segments[parent].entry
-                    for parent in self._parents.get(segment.id, ())
-                    if parent in self._segments and self._segments[parent].root is root
-                ]
-                for segment in self._segments.values()
-                if segment.root is root
-            }
+            segments = [each for each in self._segments.values() if each.root is root]
+            keys = {segment.id: self._parents.get(segment.id, ()) for segment in segments}
+        found: dict[SegmentEntry, list[SegmentEntry]] = {}
+        for segment in segments:
+            at = self._index.locate(keys[segment.id])
+            holders = [self.segment(each) for each in set(at.segment_ids[at.is_present].tolist())]
+            found[segment.entry] = [each.entry for each in holders if each and each.root is root]
+        return found
 
     def bad_segments(self, root: Root) -> list[SegmentEntry]:
         with self._lock:
@@ -153,9 +154,11 @@ class SegmentTable:
         self._index.remove_segment(segment_id)
         self._files.drop(segment_id)
 
-    def _segments_of_parents(self, records: Records) -> tuple[int, ...]:
-        """Ids of the other segments that hold parents of these blocks."""
-        own = {key.tobytes() for key in records["key"]}
-        parents = {key.tobytes() for key in records["parent"]} - own
-        at = self._index.locate([BlockKey(key) for key in parents])
-        return tuple(set(at.segment_ids[at.is_present].tolist()))
+
+def _outer_parents(records: Records) -> tuple[BlockKey, ...]:
+    """Keys of the blocks that these continue and that are not among them."""
+    joined = records["parent"].tobytes()
+    parents = {joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)}
+    joined = records["key"].tobytes()
+    own = {joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)}
+    return tuple(BlockKey(key) for key in parents - own)

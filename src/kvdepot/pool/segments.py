@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvdepot.errors import CorruptSegment
@@ -111,24 +112,23 @@ class OpenFiles:
             raise
         with self._lock:
             used = self._files.get(segment.id)
+            surplus = [] if used is None or used.file is file else [file]  # another was first
             if used is None:
                 used = self._files[segment.id] = _Used(file)
-            elif used.file is not file:
-                file.close()  # another thread was first
             used.users += 1
-            self._close_surplus()
-            return used.file
+            surplus += self._take_surplus()
+        _close(surplus)
+        return used.file
 
     def release(self, segment: Segment) -> None:
         """End of one use."""
         with self._lock:
             used = self._files[segment.id]
             used.users -= 1
+            surplus = self._take_surplus()
             if used.is_dropped and used.users == 0:
-                del self._files[segment.id]
-                used.file.close()
-            else:
-                self._close_surplus()
+                surplus.append(self._files.pop(segment.id).file)
+        _close(surplus)
 
     def drop(self, segment_id: int) -> None:
         """Close a segment's file, now or after its last user."""
@@ -137,19 +137,19 @@ class OpenFiles:
             if used is None:
                 return
             used.is_dropped = True
-            if used.users == 0:
-                del self._files[segment_id]
-                used.file.close()
+            if used.users:
+                return
+            del self._files[segment_id]
+        _close([used.file])
 
     def close(self) -> None:
         """Close all files that are not in use."""
         with self._lock:
-            for segment_id in list(self._files):
-                used = self._files[segment_id]
+            for used in self._files.values():
                 used.is_dropped = True
-                if used.users == 0:
-                    del self._files[segment_id]
-                    used.file.close()
+            idle = [number for number, used in self._files.items() if used.users == 0]
+            files = [self._files.pop(number).file for number in idle]
+        _close(files)
 
     def _check(self, file: DiskFile, segment: Segment) -> None:
         if file.length_bytes != segment.entry.length_bytes:
@@ -161,14 +161,17 @@ class OpenFiles:
         if stamp.identity_digest != self._identity_digest or stamp.name != segment.entry.name:
             raise CorruptSegment("the header is another segment's", kind="swapped")
 
-    def _close_surplus(self) -> None:
+    def _take_surplus(self) -> list[DiskFile]:
+        """The least recently used files that are too many and not in use; the lock is held."""
         surplus = len(self._files) - self._files_max
-        for segment_id in list(self._files):
-            if surplus <= 0:
-                return
-            if self._files[segment_id].users == 0:
-                self._files.pop(segment_id).file.close()
-                surplus -= 1
+        idle = [number for number, used in self._files.items() if surplus > 0 and used.users == 0]
+        return [self._files.pop(number).file for number in idle[: max(surplus, 0)]]
+
+
+def _close(files: Sequence[DiskFile]) -> None:
+    """Not under the lock: where closing waits for a server, the other roots' readers must go on."""
+    for file in files:
+        file.close()
 
 
 class _Used:

@@ -16,7 +16,7 @@ from kvdepot.identity import Identity, decode_manifest
 from kvdepot.io.buffers import ALIGNMENT, aligned_bytes
 from kvdepot.io.disk import Disk, DiskFile, Space
 from kvdepot.keys import BlockKey
-from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry
+from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry, is_namespace
 from kvdepot.pool.poolfile import MANIFEST_FILE, PoolFile, read_pool_file
 from kvdepot.pool.segment import HEADER_BYTES, Records, block_checksum, decode_header
 from kvdepot.pool.segments import read_records
@@ -81,7 +81,7 @@ def survey(disk: Disk, *, clock: Clock | None = None) -> PoolSurvey:
     catalog = Catalog(disk, clock or SystemClock())
     catalog.refresh(is_full=True)
     by_namespace: dict[str, list[SegmentEntry]] = {
-        info.name: [] for info in disk.files(NAMESPACE_FOLDER) if info.is_folder
+        info.name: [] for info in disk.files(NAMESPACE_FOLDER) if is_namespace(info)
     }
     for entry in catalog.entries():
         by_namespace.setdefault(entry.namespace, []).append(entry)
@@ -161,7 +161,7 @@ def _check_segment(disk: Disk, entry: SegmentEntry) -> SegmentCheck | None:
     problem = ""
     try:
         records = read_records(disk, entry, digest)
-        file = disk.open(entry.path)
+        file = disk.open(entry.path) if records is not None else None
         if records is None or file is None:
             return None
         try:

@@ -15,7 +15,7 @@ from typing import Self
 
 from kvdepot.clock import Clock, SystemClock, TimeLeft
 from kvdepot.config import PoolConfig
-from kvdepot.errors import KvdepotError, PoolError
+from kvdepot.errors import ConfigError, KvdepotError, PoolError
 from kvdepot.identity import Identity
 from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.io.disk import Disk
@@ -95,6 +95,7 @@ class PoolTier:
                     disk, config, identity, clock=clock, counters=counters, listener=self._table
                 )
                 self.roots.append(root)
+                _refuse_twins(self.roots)
                 root.start(index_s=_INDEX_WAIT_S)
         except BaseException:
             for root in self.roots:
@@ -349,6 +350,17 @@ class PoolTier:
                 self._tick(root)
             except Exception:
                 log.exception("housekeeping failed")
+
+
+def _refuse_twins(roots: Sequence[Root]) -> None:
+    """Two paths to one folder, by a link or a second mount: every byte would count twice."""
+    *others, last = roots
+    for other in others:
+        if other.pool_id == last.pool_id:
+            raise ConfigError(
+                f"{other.disk.place} and {last.disk.place} are the same pool",
+                hint="give each root once; a copied pool needs a pool.json of its own",
+            )
 
 
 def _close(root: Root) -> None:

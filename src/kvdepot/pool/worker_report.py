@@ -234,7 +234,9 @@ class Reporter:
             self._changes.clear()
             for each in progress:
                 if each.is_settled:
+                    # and not once more: it may have changed again since it was looked at
                     self._jobs.pop(each.number, None)
+                    self._dirty.pop(each.number, None)
             self._wake.notify_all()  # there is room again
         for start in range(0, len(changes), _CHANGES_MAX):
             self._channel.send([encode(Report(tuple(changes[start : start + _CHANGES_MAX])))])
@@ -251,7 +253,8 @@ class Reporter:
         """The jobs to look at, those whose deadline has come among them, and the answers."""
         now_s = self._clock.monotonic_s()
         with self._wake:
-            jobs, self._dirty = self._dirty, {}
+            dirty, self._dirty = self._dirty, {}
+            jobs = {number: job for number, job in dirty.items() if number in self._jobs}
             while self._deadlines and self._deadlines[0][0] <= now_s:
                 # looking at a job is what makes it late, and gives back the rows that nobody uses
                 job = self._jobs.get(heapq.heappop(self._deadlines)[1])
