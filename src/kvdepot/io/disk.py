@@ -31,6 +31,8 @@ class FileInfo(NamedTuple):
     is_regular: bool
     #: changes when the name comes to mean another file; 0 where the storage has no such number
     inode: int = 0
+    #: space that is taken for the file; 0 where the storage does not say
+    allocated_bytes: int = 0
 
 
 class Space(NamedTuple):
@@ -56,7 +58,7 @@ class DiskFile(Protocol):
         """Write all the parts in order at `offset`; whole or an error."""
 
     def truncate(self, length_bytes: int) -> None:
-        """Set the file's length."""
+        """Set the file's length; where it grows, its space is reserved where the storage can."""
 
     def sync(self) -> None:
         """Wait until the data is durable."""

@@ -210,6 +210,7 @@ class LocalDisk:
                             stat.S_ISDIR(status.st_mode),
                             stat.S_ISREG(status.st_mode),
                             status.st_ino,
+                            status.st_blocks * 512,
                         )
                     )
         except OSError as error:

@@ -65,7 +65,10 @@ class LocalFile:
 
     def truncate(self, length_bytes: int) -> None:
         with translated("truncate", str(self._path)):
-            os.ftruncate(self._fd, length_bytes)
+            if length_bytes > self.length_bytes:
+                reserve(self._fd, length_bytes)
+            else:
+                os.ftruncate(self._fd, length_bytes)
         self.length_bytes = length_bytes
 
     def sync(self) -> None:

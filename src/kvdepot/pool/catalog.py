@@ -67,6 +67,8 @@ class TmpEntry(NamedTuple):
     writer: str
     #: what the file holds, or what its writer may yet put into it
     reserved_bytes: int
+    #: of them, what the storage has not yet taken from its free space
+    pending_bytes: int
 
 
 class _Folder:
@@ -193,7 +195,9 @@ class Catalog:
             match = _TMP.fullmatch(info.name)
             if match and info.is_regular:
                 reserved = max(int(match["bytes"]), info.length_bytes)
-                found.append(TmpEntry(f"{TMP_FOLDER}/{info.name}", match["writer"], reserved))
+                pending = max(reserved - info.allocated_bytes, 0)
+                path = f"{TMP_FOLDER}/{info.name}"
+                found.append(TmpEntry(path, match["writer"], reserved, pending))
         return found
 
     def empty_hours(self) -> list[tuple[str, str]]:

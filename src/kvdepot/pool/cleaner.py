@@ -90,8 +90,9 @@ class Cleaner:
     def _excess_bytes(self, wanted_bytes: int, claims: Sequence[TmpEntry], space: Space) -> int:
         claimed = sum(entry.reserved_bytes for entry in claims)
         excess = self._catalog.used_bytes + claimed + wanted_bytes - self.limits.capacity_bytes
-        # what is claimed is still to be written, for all that the free space says
-        floor = self.limits.free_bytes_min + claimed + wanted_bytes
+        # what is claimed and not yet reserved will still go, for all that the free space says
+        pending = sum(entry.pending_bytes for entry in claims)
+        floor = self.limits.free_bytes_min + pending + wanted_bytes
         excess = max(excess, floor - space.free_bytes, 0)
         # a segment needs an inode as well; after the claim, with nothing more wanted, it has it
         if self._lacks_inodes(space, wanted=1 if wanted_bytes else 0):

@@ -196,7 +196,15 @@ class SimDisk:
         media = self._media
         with self._reading("files", folder):
             entries = [
-                FileInfo(_last(name), len(node.live), node.mtime_ns, False, True, node.number)  # noqa: FBT003
+                FileInfo(
+                    name=_last(name),
+                    length_bytes=len(node.live),
+                    mtime_ns=node.mtime_ns,
+                    is_folder=False,
+                    is_regular=True,
+                    inode=node.number,
+                    allocated_bytes=len(node.live),
+                )
                 for name, node in media.names.items()
                 if folder_of(name) == folder
             ]
