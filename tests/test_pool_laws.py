@@ -344,19 +344,19 @@ def test_growth_reaches_a_plateau(tmp_path, engine):
 def test_along_a_chain_the_suffix_goes_before_its_prefix(tmp_path, engine):
     """Stored in several calls, then squeezed: what is left of a prompt is its head."""
     root = tmp_path / "pool"
-    config = pool_config(root, capacity_bytes=256 * KIB, segment_bytes=32 * KIB)
+    config = pool_config(root, capacity_bytes=MIB, segment_bytes=32 * KIB)
     with PoolTier.open(config, engine.identity) as tier:
-        for seed in range(12):
+        for seed in range(24):
             tokens = engine.prompt(seed, 12)
             for end in (4, 8, 12):
                 put(tier, engine, tokens[: end * engine.block_tokens])
         kept = 0
-        for seed in range(12):
+        for seed in range(24):
             keys = engine.keys(engine.prompt(seed, 12))
             present = [tier.lookup([key]) for key in keys]
             assert present == sorted(present, reverse=True), f"a gap in prompt {seed}: {present}"
             kept += sum(present)
-        assert kept > 24
+        assert kept > 96
 
 
 def simulated(engine, **settings):
