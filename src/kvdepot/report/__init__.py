@@ -1,0 +1,9 @@
+"""Reports: self-contained HTML pages that open from disk, without a network and without scripts.
+
+page   the frame of a page, and escaping
+bars   horizontal bars, plain and stacked
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []
