@@ -57,24 +57,32 @@ def filled(dtype=torch.float32, tokens=40):
     return memory
 
 
-def test_groups_cover_all_layers_once_and_in_order():
-    for count in range(1, 6):
-        plan = plan_blocks(SHAPE, block_tokens=TOKENS, group_count=count)
-        assert [layer for group in plan.groups for layer in group.layers] == list(range(5))
-        assert sum(group.block_bytes for group in plan.groups) == SHAPE.token_bytes * TOKENS
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 7, 30, 80])
+def test_groups_cover_all_layers_once_and_in_order(layers):
+    shape = SHAPE._replace(layers=layers)
+    for count in range(1, min(layers, 9) + 1):
+        plan = plan_blocks(shape, block_tokens=TOKENS, group_count=count)
+        assert [layer for group in plan.groups for layer in group.layers] == list(range(layers))
+        assert all(group.layers for group in plan.groups)
+        assert sum(group.block_bytes for group in plan.groups) == shape.token_bytes * TOKENS
+        sizes = [len(group.layers) for group in plan.groups]
+        assert sizes[0] == min(sizes)
 
 
-def test_the_small_model_gets_blocks_of_whole_pages_near_the_size_aimed_at():
+def test_the_small_model_gets_small_blocks_of_whole_pages_and_a_small_first_group():
     plan = plan_blocks(SMALL_MODEL)
     assert SMALL_MODEL.token_bytes == 46_080
-    assert plan.block_tokens == 16
-    assert [group.block_bytes for group in plan.groups] == [245_760] * 3
-    assert 245_760 % 4096 == 0
-    assert 192 * KIB <= 245_760
-    assert "16 tokens" in plan.reason
+    assert plan.block_tokens == 8
+    assert [len(group.layers) for group in plan.groups] == [6, 10, 14]
+    assert [group.block_bytes for group in plan.groups] == [73_728, 122_880, 172_032]
+    assert all(group.block_bytes % 4096 == 0 for group in plan.groups)
+    assert sum(group.block_bytes for group in plan.groups) >= 3 * 96 * KIB
+    assert "8 tokens" in plan.reason
     assert "whole pages" in plan.reason
     half = plan_blocks(SMALL_MODEL._replace(dtype=torch.bfloat16))
-    assert half.block_tokens == 32
+    assert half.block_tokens == 16
+    large = plan_blocks(KvShape(32, 8, 128, torch.bfloat16))
+    assert large.block_tokens == 8
 
 
 def test_given_numbers_are_taken_or_refused():
