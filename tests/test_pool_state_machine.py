@@ -34,7 +34,7 @@ from kvdepot.units import KIB
 from tests.pool_rig import pool_config
 
 DONE, MISS = Outcome.DONE, Outcome.MISS
-CAPACITY = 200 * KIB
+CAPACITY = 768 * KIB  # 32 segments of five blocks
 LEASE_S = 20.0
 FOREIGN = ("tmp/README", "ns/notes", "lease/other.lease.bak", "stray.kvseg")
 
@@ -74,8 +74,8 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
 
-    @initialize(seed=st.integers(0, 1000))
-    def begin(self, seed):
+    @initialize(seed=st.integers(0, 1000), is_full=st.booleans())
+    def begin(self, seed, is_full):
         self.engine = ToyEngine((4096, 1024))
         self.clock = FakeClock()
         self.own_the_chances(seed)
@@ -89,6 +89,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.is_damaged = False
         self.evictions_seen = 0
         self.open()
+        if is_full:
+            # so that every store makes something go
+            for other in range(200, 228):
+                writes = self.engine.writes(self.engine.prompt(other, 2))
+                self.some(0).stores.append((self.some(0).tier.store(writes), writes, set()))
+                self.flush(0)
+            self.clock.advance(60.0)
 
     def own_the_chances(self, seed):
         """Names and pauses come from the seed, so that a failing example fails again."""
