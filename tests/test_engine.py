@@ -15,13 +15,9 @@ import torch  # noqa: E402
 
 from kvdepot.config import PoolConfig  # noqa: E402
 from kvdepot.depot import Depot  # noqa: E402
-from kvdepot.engines.transformers import (  # noqa: E402
-    EmbeddedEngine,
-    FirstToken,
-    Result,
-    TextPiece,
-    engine,
-)
+from kvdepot.engines.transformers import engine, runner  # noqa: E402
+from kvdepot.engines.transformers.engine import EmbeddedEngine  # noqa: E402
+from kvdepot.engines.transformers.events import FirstToken, Result, TextPiece  # noqa: E402
 from kvdepot.errors import ConfigError, UnsupportedModel  # noqa: E402
 from kvdepot.identity import UNDETERMINED  # noqa: E402
 from kvdepot.keys import Image, RequestExtras  # noqa: E402
@@ -72,7 +68,7 @@ def fill(folder, pool, prompt, **options):
     with opened(folder, pool, **options) as each:
         answer(each, prompt)
         blocks = len(prompt) // TOKENS
-        return each._memory.tensor[:, :, :, : blocks * TOKENS].clone()
+        return each._runner.memory.tensor[:, :, :, : blocks * TOKENS].clone()
 
 
 # --- reuse
@@ -85,7 +81,7 @@ def test_a_new_process_reuses_from_disk_and_answers_the_same(folder, pool):
     with opened(folder, pool) as each:
         result = answer(each, question)
         # byte for byte: bit patterns, not numbers that may compare equal
-        restored = each._memory.tensor[:, :, :, :96].contiguous().view(torch.int32)
+        restored = each._runner.memory.tensor[:, :, :, :96].contiguous().view(torch.int32)
         assert torch.equal(restored, stored[:, :, :, :96].contiguous().view(torch.int32))
     assert result.reused_tokens == {"device": 0, "host": 0, "disk": 96}
     assert result.computed_tokens == 8
@@ -154,7 +150,7 @@ def test_another_instance_sees_the_blocks_while_the_first_lives(folder, pool):
 def test_a_long_prompt_is_computed_in_parts_and_reused_whole(folder, pool, monkeypatch):
     prompt = prompt_of(100)
     whole = plain(folder, prompt)
-    monkeypatch.setattr(engine, "_PART_TOKENS", 16)
+    monkeypatch.setattr(runner, "_PART_TOKENS", 16)
     assert plain(folder, prompt).token_ids == whole.token_ids
     fill(folder, pool, prompt[:50])
     with opened(folder, pool) as each:
@@ -164,12 +160,12 @@ def test_a_long_prompt_is_computed_in_parts_and_reused_whole(folder, pool, monke
 
 
 def test_memory_grows_for_a_prompt_that_is_longer_than_expected(folder, pool, monkeypatch):
-    monkeypatch.setattr(engine, "_MEMORY_TOKENS", 16)
+    monkeypatch.setattr(runner, "_MEMORY_TOKENS", 16)
     prompt = prompt_of(90)
     fill(folder, pool, prompt)
     with opened(folder, pool) as each:
         result = answer(each, prompt)
-        assert each._memory.capacity_tokens >= 96
+        assert each._runner.memory.capacity_tokens >= 96
     assert result.reused_tokens["disk"] == 88
 
 
@@ -307,6 +303,41 @@ def test_a_pool_that_is_gone_costs_time_and_nothing_else(folder, tmp_path):
     assert first.token_ids == second.token_ids == plain(folder, prompt).token_ids
 
 
+@pytest.mark.parametrize("verb", ["lookup", "restore", "store"])
+def test_a_depot_that_fails_in_an_unforeseen_way_costs_time_and_nothing_else(
+    folder, pool, monkeypatch, caplog, verb
+):
+    prompt = prompt_of(40)
+    fill(folder, pool, prompt)
+
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Depot, verb, broken)
+    with opened(folder, pool) as each:
+        result = answer(each, prompt)
+        assert each.cache_failures == 1
+    assert result.token_ids == plain(folder, prompt).token_ids
+    assert sum(result.reused_tokens.values()) == (39 if verb == "store" else 0)
+    assert "the request goes on without" in caplog.text
+
+
+def test_rows_that_cannot_be_read_are_computed(folder, pool, monkeypatch):
+    prompt = prompt_of(40)
+    fill(folder, pool, prompt)
+
+    def broken(_self, _group_index):
+        raise RuntimeError("a bug")
+        yield
+
+    monkeypatch.setattr("kvdepot.restore.Restore.runs", broken)
+    with opened(folder, pool) as each:
+        result = answer(each, prompt)
+        assert each.cache_failures == 1
+    assert result.computed_tokens == 40
+    assert result.token_ids == plain(folder, prompt).token_ids
+
+
 # --- storing
 
 
@@ -404,7 +435,7 @@ def test_sampling_with_a_seed_is_the_same_with_and_without_reuse(folder, pool):
 
 
 def test_progress_goes_up_to_what_is_to_be_computed(folder, pool, monkeypatch):
-    monkeypatch.setattr(engine, "_PART_TOKENS", 16)
+    monkeypatch.setattr(runner, "_PART_TOKENS", 16)
     seen = []
     with opened(folder, pool, on_progress=lambda *now: seen.append(now)) as each:
         answer(each, prompt_of(40))

@@ -12,9 +12,14 @@ import torch  # noqa: E402
 
 from kvdepot.depot import Depot  # noqa: E402
 from kvdepot.engines.transformers.blocks import plan_blocks  # noqa: E402
-from kvdepot.engines.transformers.identify import dtype_name, identity_of  # noqa: E402
+from kvdepot.engines.transformers.identify import (  # noqa: E402
+    dtype_name,
+    identity_of,
+    loaded_fingerprint,
+)
 from kvdepot.engines.transformers.memory import KvMemory, KvShape  # noqa: E402
 from kvdepot.engines.transformers.reuse import Reuse  # noqa: E402
+from kvdepot.identity import UNDETERMINED  # noqa: E402
 from kvdepot.keys import block_keys, root_key  # noqa: E402
 from tests.tiny_models import tiny_model  # noqa: E402
 
@@ -55,6 +60,20 @@ def test_every_input_is_in_the_identity():
     assert len({each.digest() for each in (first, *others)}) == 5
 
 
+def test_the_fingerprint_of_what_was_loaded_sees_a_change_after_loading():
+    files = "ab" * 32
+    model = tiny_model()
+    before = loaded_fingerprint(model, files)
+    assert loaded_fingerprint(tiny_model(), files) == before != files
+    assert loaded_fingerprint(model, "cd" * 32) != before
+    assert loaded_fingerprint(model, UNDETERMINED) == UNDETERMINED
+    # as a merged adapter does
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] += 1e-3
+    assert loaded_fingerprint(model, files) != before
+    assert loaded_fingerprint(tiny_model().bfloat16(), files) != before
+
+
 # --- the account
 
 
@@ -71,7 +90,17 @@ def stored(depot, tokens):
 
 
 def reuse_of(depot, keys, prompt_tokens):
-    return Reuse(depot, keys, KvMemory(SHAPE, 64), prompt_tokens=prompt_tokens, deadline_s=1.0)
+    def fail(what: str, error: Exception) -> None:
+        raise AssertionError(what) from error
+
+    return Reuse(
+        depot,
+        keys,
+        KvMemory(SHAPE, 64),
+        prompt_tokens=prompt_tokens,
+        deadline_s=1.0,
+        on_failure=fail,
+    )
 
 
 @pytest.mark.parametrize(

@@ -72,13 +72,13 @@ def test_greedy_answers_equal_those_without_a_depot(engine, tmp_path):
     engine.depot = Depot.open(engine.identity, pool=config, host_bytes=128 << 20)
     first = answer(engine, texts[0])
     reach = TOKENS // engine.plan.block_tokens * engine.plan.block_tokens
-    stored = engine._memory.tensor[:, :, :, :reach].clone()
+    stored = engine._runner.memory.tensor[:, :, :, :reach].clone()
     engine.depot.close()
     # as after a restart: only the pool is left
-    engine._memory.tensor.zero_()
+    engine._runner.memory.tensor.zero_()
     engine.depot = Depot.open(engine.identity, pool=config, host_bytes=128 << 20)
     reused = [answer(engine, text) for text in texts]
-    restored = engine._memory.tensor[:, :, :, :reach].clone()
+    restored = engine._runner.memory.tensor[:, :, :, :reach].clone()
     engine.close()
     engine.depot = None
     assert first.reused_tokens["disk"] == 0

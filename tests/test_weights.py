@@ -180,3 +180,34 @@ def test_a_length_field_that_lies_is_no_header(tmp_path):
     content = struct.pack("<Q", 1 << 60) + b"{" + bytes(100)
     folder = folder_of(tmp_path / "model", {"model.safetensors": content, "b.bin": b"short"})
     assert len(weights_fingerprint(folder, whole_bytes_max=0)) == 64
+
+
+def test_both_ends_of_every_tensor_count_beyond_the_bound(tmp_path):
+    # a fine-tune of one layer in a file of many: its tensors lie between the windows
+    tensors = 200
+    size = 1 << 17
+    entries = ",".join(
+        f'"t{index}":{{"dtype":"F32","shape":[{size // 4}],'
+        f'"data_offsets":[{index * size},{(index + 1) * size}]}}'
+        for index in range(tensors)
+    )
+    header = f'{{"__metadata__":{{"format":"pt"}},{entries}}}'.encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(tensors * size)
+    folder = folder_of(tmp_path / "model", {"model.safetensors": content})
+    path = folder / "model.safetensors"
+    seen = {sampled(folder)}
+    for index in (3, 77, 151):
+        flip(path, 8 + len(header) + index * size + 100)
+        seen.add(sampled(folder))
+        flip(path, 8 + len(header) + (index + 1) * size - 100)
+        seen.add(sampled(folder))
+    assert len(seen) == 7
+
+
+def test_a_header_that_is_none_leaves_the_windows(tmp_path):
+    header = b"{not json" + bytes(7)
+    content = struct.pack("<Q", len(header)) + header + bytes(1 << 20)
+    folder = folder_of(tmp_path / "model", {"model.safetensors": content})
+    before = weights_fingerprint(folder, whole_bytes_max=0)
+    flip(folder / "model.safetensors", -1)
+    assert weights_fingerprint(folder, whole_bytes_max=0) != before

@@ -5,9 +5,11 @@ tokens a text becomes: config, tokenizer, tensor index, chat template, and the w
 not depend on where the folder is, on times, or on the order of listing.
 
 Limits, honestly: weight files are read whole up to `WHOLE_BYTES_MAX` in sum. Beyond that each file
-gives its size, its safetensors header (names, types and shapes of all tensors) and `SAMPLE_WINDOWS`
-windows of `SAMPLE_WINDOW_BYTES`, spread evenly. Any fine-tune changes some of them; one changed number
-between two windows goes unnoticed. The checksum (xxh3, 128 bits) finds accidents, not forgers.
+gives its size, its safetensors header (names, types and shapes of all tensors), both ends of every
+tensor that the header names, and `SAMPLE_WINDOWS` windows of `SAMPLE_WINDOW_BYTES`, spread evenly. A
+fine-tune changes the tensors that it trains at their ends as well; a change of single numbers inside a
+tensor, between two windows, goes unnoticed. Other formats than safetensors have the windows alone. The
+checksum (xxh3, 128 bits) finds accidents, not forgers.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from kvdepot.identity import UNDETERMINED
@@ -41,8 +44,15 @@ _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 #: says how answers are sampled, not what KV is computed
 _WITHOUT_EFFECT = frozenset({"generation_config.json"})
 _READ_BYTES = 8 * MIB
+_TENSOR_END_BYTES = 4 * KIB
 #: a safetensors header is bounded by its format; a larger number is another kind of file
 _HEADER_BYTES_MAX = 100 * MIB
+
+
+class _Tensor(msgspec.Struct):
+    """What is needed of a header's entry; ``__metadata__`` has none of it."""
+
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 def weights_fingerprint(folder: str | Path, *, whole_bytes_max: int = WHOLE_BYTES_MAX) -> str:
@@ -90,7 +100,9 @@ def _sampled(path: Path) -> bytes:
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         length = os.fstat(file.fileno()).st_size
-        for offset, count in [(0, _header_bytes(file.fileno(), length)), *_windows(length)]:
+        header_bytes = _header_bytes(file.fileno(), length)
+        ends = _tensor_ends(file.fileno(), header_bytes)
+        for offset, count in [(0, header_bytes), *ends, *_windows(length)]:
             digest.update(struct.pack("<QQ", offset, count))
             digest.update(os.pread(file.fileno(), count, offset))
     return digest.digest()
@@ -103,6 +115,22 @@ def _header_bytes(fd: int, length: int) -> int:
         return 0
     count = 8 + int(struct.unpack("<Q", start[:8])[0])
     return count if count <= min(length, _HEADER_BYTES_MAX) else 0
+
+
+def _tensor_ends(fd: int, header_bytes: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the two ends of every tensor of a safetensors file."""
+    if header_bytes == 0:
+        return []
+    try:
+        header = msgspec.json.decode(os.pread(fd, header_bytes - 8, 8), type=dict[str, _Tensor])
+    except msgspec.MsgspecError:
+        return []  # another kind of file that begins alike: the windows have to do
+    ends: list[tuple[int, int]] = []
+    for tensor in header.values():
+        start, stop = tensor.data_offsets
+        count = min(_TENSOR_END_BYTES, max(stop - start, 0))
+        ends += [(header_bytes + start, count), (header_bytes + stop - count, count)]
+    return sorted(ends)
 
 
 def _windows(length: int) -> Iterator[tuple[int, int]]:

@@ -3,56 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvdepot.clock import Clock, SystemClock
 from kvdepot.depot import Depot
 from kvdepot.engines.transformers.attention import use_shared_heads
-from kvdepot.engines.transformers.blocks import BlockPlan, PrefixTooShort, cutter, plan_blocks
+from kvdepot.engines.transformers.blocks import BlockPlan, cutter, plan_blocks
 from kvdepot.engines.transformers.decoding import Sampler, TextStream
 from kvdepot.engines.transformers.events import Event, FirstToken, Result, TextPiece
-from kvdepot.engines.transformers.identify import identity_of
-from kvdepot.engines.transformers.memory import KvMemory, PreallocCache
-from kvdepot.engines.transformers.reuse import Reuse
-from kvdepot.engines.transformers.support import (
-    cache_argument,
-    forward_options,
-    probe,
-    refuse_config,
-)
-from kvdepot.errors import ConfigError, IdentityUnknown, Uncacheable
+from kvdepot.engines.transformers.identify import identity_of, loaded_fingerprint
+from kvdepot.engines.transformers.reuse import DepotFactory, Reuse, open_depot
+from kvdepot.engines.transformers.runner import Progress, Runner
+from kvdepot.engines.transformers.support import dtype_of, end_ids, probe, refuse_config
+from kvdepot.errors import ConfigError, Uncacheable
 from kvdepot.identity import Identity
 from kvdepot.io.models import ModelFiles, model_files
 from kvdepot.io.weights import weights_fingerprint
 from kvdepot.keys import BlockKey, RequestExtras, block_keys, root_key
 
-__all__ = ["DepotFactory", "EmbeddedEngine", "Progress"]
+__all__ = ["DepotFactory", "EmbeddedEngine"]
 
 log = logging.getLogger(__name__)
-
-#: opens the depot for the engine's identity
-DepotFactory = Callable[[Identity], Depot]
-#: called while a prompt is computed: (tokens done, tokens to compute)
-Progress = Callable[[int, int], None]
 
 #: fp32, because bf16 has no fast kernel on CPUs without AVX-512: 512 tokens took 13.6 s instead of
 #: 2.8 s; weights of either type give the same answers here
 _DTYPE = "float32"
-#: a long prompt is computed in parts, to bound the memory of its activations; one part is fastest
-_PART_TOKENS = 8192
-#: KV memory at the start, touched then; longer prompts make it grow
-_MEMORY_TOKENS = 8192
-_WARM_TOKENS = 64
 #: A load may take this share of the time that computing its tokens would: even when the storage
-#: hangs, the request then takes no longer than one and a half times what it takes without.
-_LOAD_SHARE = 0.5
-#: only long prompts say how fast this machine computes
-_RATE_TOKENS_MIN = 256
+#: hangs, the request then takes less than 1.10 times what it takes without. Storage that needs more
+#: is hardly worth waiting for: what is wanted is a fiftieth.
+_LOAD_SHARE = 0.08
 
 
 class _Request(NamedTuple):
@@ -87,13 +70,12 @@ class EmbeddedEngine:
         on_progress: Progress | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._model = model.eval()
         self.tokenizer = tokenizer
         self._clock = clock or SystemClock()
         self._store_generated = store_generated
         self._load_share = load_share
-        self._on_progress = on_progress
         refuse_config(model.config)
+        model.eval()
         self.attention = use_shared_heads(model)
         shape = probe(model)
         #: the blocks' geometry, with the reason as a text
@@ -105,24 +87,27 @@ class EmbeddedEngine:
             shape,
             self.plan,
             model_name=files.name,
-            weights_fingerprint=weights_fingerprint(files.folder),
+            weights_fingerprint=loaded_fingerprint(model, weights_fingerprint(files.folder)),
             attention=self.attention,
         )
-        self._cache_argument = cache_argument(model)
-        self._options = forward_options(model)
         text = model.config.get_text_config(decoder=True)
         #: tokens of prompt and answer together that the model takes
         self.context_tokens: int = int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._end_ids = _end_ids(model, tokenizer)
+        self._end_ids = end_ids(model, tokenizer)
         self.token_bytes: int = shape.token_bytes
-        self._memory = KvMemory(shape, min(self.context_tokens, _MEMORY_TOKENS))
-        self._cache = PreallocCache(self._memory)
+        self._runner = Runner(
+            model,
+            shape,
+            context_tokens=self.context_tokens,
+            on_progress=on_progress,
+            clock=self._clock,
+        )
         self._is_busy = False
         #: requests that could not be keyed and were computed
         self.uncacheable_requests = 0
-        self._seconds_per_token = self._warm_up()
-        self.depot: Depot | None = self._open_depot(depot)
+        #: lookups, restores and stores that failed in an unforeseen way
+        self.cache_failures = 0
+        self.depot: Depot | None = open_depot(depot, self.identity)
 
     @classmethod
     def open(
@@ -152,7 +137,7 @@ class EmbeddedEngine:
         """
         files = model_files(model, name=model_name)
         refuse_config(AutoConfig.from_pretrained(files.folder))
-        loaded = AutoModelForCausalLM.from_pretrained(files.folder, dtype=_dtype(dtype))
+        loaded = AutoModelForCausalLM.from_pretrained(files.folder, dtype=dtype_of(dtype))
         tokenizer = AutoTokenizer.from_pretrained(files.folder)
         return cls(loaded, tokenizer, files, **settings)
 
@@ -239,16 +224,17 @@ class EmbeddedEngine:
 
     def _stream(self, request: _Request) -> Iterator[Event]:
         keys = self.keys(request.ids, request.extras) if self.depot is not None else []
-        self._memory.reserve(len(request.ids) + request.max_new_tokens)
+        self._runner.memory.reserve(len(request.ids) + request.max_new_tokens)
         reuse = Reuse(
             self.depot,
             keys,
-            self._memory,
+            self._runner.memory,
             prompt_tokens=len(request.ids),
-            deadline_s=self._load_share * self._seconds_per_token,
+            deadline_s=self._load_share * self._runner.seconds_per_token,
+            on_failure=self._cache_failed,
         )
         try:
-            logits = self._compute(request.ids, reuse)
+            logits = self._runner.compute(request.ids, reuse)
         finally:
             reuse.release()
         token = request.sampler.pick(logits)
@@ -266,7 +252,7 @@ class EmbeddedEngine:
                 yield TextPiece(piece)
             if stream.is_stopped or len(tokens) == request.max_new_tokens:
                 break
-            token = request.sampler.pick(self._forward([token]))
+            token = request.sampler.pick(self._runner.forward([token]))
         if piece := stream.finish():
             yield TextPiece(piece)
         if self._store_generated:
@@ -285,65 +271,16 @@ class EmbeddedEngine:
             finish="stop" if is_ended else "length",
         )
 
-    def _compute(self, ids: Sequence[int], reuse: Reuse) -> torch.Tensor:
-        """Compute what is not reused; the logits behind the prompt's last token."""
-        while True:
-            started_s = self._clock.monotonic_s()
-            try:
-                logits = self._compute_from(ids, reuse)
-            except PrefixTooShort as short:
-                log.warning(
-                    "%d of %d tokens can be reused, the others are computed",
-                    short.good_blocks * self.plan.block_tokens,
-                    reuse.tokens,
-                )
-                reuse.shorten(short.good_blocks)
-                continue
-            if len(ids) - reuse.tokens >= _RATE_TOKENS_MIN:
-                span_s = self._clock.monotonic_s() - started_s
-                self._seconds_per_token = span_s / (len(ids) - reuse.tokens)
-            return logits
-
-    def _compute_from(self, ids: Sequence[int], reuse: Reuse) -> torch.Tensor:
-        total = len(ids) - reuse.tokens
-        layers = self._memory.shape.layers
-        part_start = reuse.tokens
-        part_tokens = 0
-
-        def gate(layer_index: int) -> None:
-            if reuse.gate is not None:
-                reuse.gate(layer_index)
-            if self._on_progress is not None:
-                done = part_start - reuse.tokens + part_tokens * layer_index // layers
-                self._on_progress(done, total)
-
-        self._cache.begin(reuse.tokens, gate)
-        logits = torch.empty(0)
-        while part_start < len(ids):
-            part = ids[part_start : part_start + _PART_TOKENS]
-            part_tokens = len(part)
-            logits = self._forward(part)
-            part_start += part_tokens
-        self._cache.end_gate()
-        if self._on_progress is not None:
-            self._on_progress(total, total)
-        return logits
-
-    @torch.inference_mode()
-    def _forward(self, ids: Sequence[int]) -> torch.Tensor:
-        """Compute tokens that follow what is in the cache; the logits of the last one."""
-        output = self._model(
-            input_ids=torch.tensor([list(ids)]),
-            **{self._cache_argument: self._cache},
-            **self._options,
-        )
-        return output.logits[0, -1]
+    def _cache_failed(self, what: str, error: Exception) -> None:
+        """A failure of the cache never fails a request: it is computed."""
+        self.cache_failures += 1
+        log.warning("%s failed; the request goes on without", what, exc_info=error)
 
     def _store(self, request: _Request, keys: Sequence[BlockKey]) -> int:
         """Hand the KV of these blocks to the depot; payload bytes that are to be written."""
         if self.depot is None or not keys:
             return 0
-        cut = cutter(self._memory, self.plan.groups, self.plan.block_tokens)
+        cut = cutter(self._runner.memory, self.plan.groups, self.plan.block_tokens)
         handed_over = 0
 
         def counted(group_index: int, block_index: int, row: memoryview) -> None:
@@ -352,7 +289,10 @@ class EmbeddedEngine:
             handed_over += row.nbytes
 
         root = root_key(self.identity.digest(), request.extras)
-        self.depot.store(keys, root, counted, tokens=self.plan.block_tokens)
+        try:
+            self.depot.store(keys, root, counted, tokens=self.plan.block_tokens)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the answer is not lost to it
+            self._cache_failed("storing a prompt", error)
         return handed_over if self.depot.pool is not None else 0
 
     def _store_answer(self, request: _Request, tokens: Sequence[int]) -> int:
@@ -371,56 +311,5 @@ class EmbeddedEngine:
                 f"model's context is {self.context_tokens} tokens",
                 hint="shorten the document, or allow fewer new tokens",
             )
-        if min(ids) < 0 or max(ids) >= self._vocabulary:
-            raise ConfigError(f"a token id is outside the vocabulary of {self._vocabulary}")
-
-    # the start
-
-    def _warm_up(self) -> float:
-        """Run a small prompt and one token over it; seconds per prompt token, as a first estimate.
-
-        The first pass of a process pays for threads and memory that later ones find ready.
-        """
-        ids = [index % self._vocabulary for index in range(min(_WARM_TOKENS, self.context_tokens))]
-        span_s = 0.0
-        for _ in range(2):
-            started_s = self._clock.monotonic_s()
-            self._cache.begin(0)
-            self._forward(ids)
-            span_s = self._clock.monotonic_s() - started_s
-        self._cache.begin(len(ids) // 2)
-        self._forward(ids[len(ids) // 2 :])
-        self._cache.begin(0)
-        return span_s / len(ids)
-
-    def _open_depot(self, factory: DepotFactory | None) -> Depot | None:
-        if factory is None:
-            return None
-        if self.identity.undetermined:
-            log.warning(
-                "sharing is OFF: %s of %s cannot be determined; every prompt is computed",
-                ", ".join(self.identity.undetermined),
-                self.identity.model_name,
-            )
-            return None
-        try:
-            return factory(self.identity)
-        except IdentityUnknown as error:
-            log.warning("sharing is OFF: %s", error)
-            return None
-
-
-def _dtype(name: str) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise ConfigError(f"unknown dtype {name!r}; known are {', '.join(known)}")
-    return known[name]
-
-
-def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(
-        int(each) for each in [*ids, getattr(tokenizer, "eos_token_id", None)] if each is not None
-    )
+        if min(ids) < 0 or max(ids) >= self._runner.vocabulary:
+            raise ConfigError(f"a token id is outside the vocabulary of {self._runner.vocabulary}")

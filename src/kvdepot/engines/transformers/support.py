@@ -15,9 +15,16 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvdepot.engines.transformers.memory import KvMemory, KvShape, PreallocCache
-from kvdepot.errors import UnsupportedModel
+from kvdepot.errors import ConfigError, UnsupportedModel
 
-__all__ = ["cache_argument", "forward_options", "probe", "refuse_config"]
+__all__ = [
+    "cache_argument",
+    "dtype_of",
+    "end_ids",
+    "forward_options",
+    "probe",
+    "refuse_config",
+]
 
 _FULL = "full_attention"
 
@@ -165,3 +172,20 @@ def _shape_of(model: Any, cache: DynamicCache) -> KvShape:
         raise UnsupportedModel(f"cannot reuse the KV of {model.config.model_type}: {reason}")
     kv_heads, head_dim, dtype = shapes.pop()
     return KvShape(expected, kv_heads, head_dim, dtype)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type of a name. Raises ConfigError for others than the three that are served."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ConfigError(f"unknown dtype {name!r}; known are {', '.join(known)}")
+    return known[name]
+
+
+def end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(
+        int(each) for each in [*ids, getattr(tokenizer, "eos_token_id", None)] if each is not None
+    )
