@@ -23,6 +23,12 @@ from tests.tiny_models import save_tiny, tiny_config  # noqa: E402
 DOCUMENT = "The hook is red. " * 20
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    # a tiny model computes faster than a busy machine wakes a thread
+    monkeypatch.setattr(arm_module, "_LOAD_SHARE", 1e9)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     # large enough that computing takes longer than loading

@@ -303,41 +303,6 @@ def test_a_pool_that_is_gone_costs_time_and_nothing_else(folder, tmp_path):
     assert first.token_ids == second.token_ids == plain(folder, prompt).token_ids
 
 
-@pytest.mark.parametrize("verb", ["lookup", "restore", "store"])
-def test_a_depot_that_fails_in_an_unforeseen_way_costs_time_and_nothing_else(
-    folder, pool, monkeypatch, caplog, verb
-):
-    prompt = prompt_of(40)
-    fill(folder, pool, prompt)
-
-    def broken(*_args, **_kwargs):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(Depot, verb, broken)
-    with opened(folder, pool) as each:
-        result = answer(each, prompt)
-        assert each.cache_failures == 1
-    assert result.token_ids == plain(folder, prompt).token_ids
-    assert sum(result.reused_tokens.values()) == (39 if verb == "store" else 0)
-    assert "the request goes on without" in caplog.text
-
-
-def test_rows_that_cannot_be_read_are_computed(folder, pool, monkeypatch):
-    prompt = prompt_of(40)
-    fill(folder, pool, prompt)
-
-    def broken(_self, _group_index):
-        raise RuntimeError("a bug")
-        yield
-
-    monkeypatch.setattr("kvdepot.restore.Restore.runs", broken)
-    with opened(folder, pool) as each:
-        result = answer(each, prompt)
-        assert each.cache_failures == 1
-    assert result.computed_tokens == 40
-    assert result.token_ids == plain(folder, prompt).token_ids
-
-
 # --- storing
 
 

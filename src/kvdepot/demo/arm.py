@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 #: the demo's own pool is small and short-lived; it may use a nearly full disk as long as this is left
 _OWN_POOL_BYTES = 8 * GIB
 _OWN_FREE_BYTES_MIN = GIB // 2
+#: On slow storage the engine's own limit would have the document read again, and there would be nothing
+#: to see; the demo waits as long as reuse is still faster.
+_LOAD_SHARE = 0.5
 #: other writers' segments are looked for twice a second, so this is never reached in good order
 _AWAIT_S = 30.0
 _LOOK_INTERVAL_S = 0.02
@@ -75,6 +78,7 @@ class Arm:
             model_name=job.model_name,
             block_tokens=job.block_tokens,
             depot=None if job.pool_url is None else self._open_depot,
+            load_share=_LOAD_SHARE,
             on_progress=lambda done, total: self._step("reading the document", done, total),
         )
         self._pool = self._pool_facts()
