@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,10 @@ def test_rows_of_any_item_and_shape_are_filled(tmp_path, engine):
     with PoolTier.open(pool_config(tmp_path / "pool"), engine.identity) as tier:
         prompt = engine.prompt(1, 2)
         put(tier, engine, prompt)
-        arrays = [np.zeros((4, BLOCK_BYTES // 16), np.float32), np.zeros(BLOCK_BYTES // 8)]
+        arrays: list[Any] = [
+            np.zeros((4, BLOCK_BYTES // 16), np.float32),
+            np.zeros(BLOCK_BYTES // 8),
+        ]
         job = tier.load(
             [Read(k, memoryview(a)) for k, a in zip(engine.keys(prompt), arrays, strict=True)]
         )
@@ -180,7 +184,12 @@ def test_a_look_at_many_keys_does_not_hold_the_view_throughout(monkeypatch):
     index.insert(1, records[::2])
     looks = []
     find = index._find
-    monkeypatch.setattr(index, "_find", lambda words: looks.append(len(words)) or find(words))
+
+    def looking(words):
+        looks.append(len(words))
+        return find(words)
+
+    monkeypatch.setattr(index, "_find", looking)
     at = index.locate(keys)
     assert at.is_present.tolist() == [n % 2 == 0 for n in range(10_000)]
     assert index.contains(keys) == at.is_present.tolist()
@@ -351,9 +360,9 @@ def test_every_block_of_every_call_is_in_one_counter(tmp_path, engine, seed):
     dropped = sum(count[name] for name in count if name.startswith("dropped_"))
     kinds = ("blocks", "present_blocks", "cancelled_blocks")
     assert dropped + sum(count[f"store_{kind}_total"] for kind in kinds) == stored
-    kinds = ("blocks", "missing_blocks", "failed_blocks", "late_blocks")
+    fates = ("blocks", "missing_blocks", "failed_blocks", "late_blocks", "given_up_blocks")
     bad = count["corrupt_blocks_total"]
-    assert bad + sum(count[f"load_{kind}_total"] for kind in kinds) == loaded
+    assert bad + sum(count[f"load_{fate}_total"] for fate in fates) == loaded
 
 
 # somebody removes files under a running pool

@@ -1,5 +1,6 @@
-"""`kvdepot.pool.root`, `kvdepot.pool.segment_table` and `kvdepot.restore` where other tests do not go:
-claims of several writers, a pool deleted while in use, crowded folders, wrong clocks, uses of prefixes.
+"""`kvdepot.pool.root`, `kvdepot.pool.reservation`, `kvdepot.pool.segment_table` and `kvdepot.restore`,
+where other tests do not go: claims of several writers, a pool deleted while in use, crowded folders,
+wrong clocks, uses of prefixes.
 """
 
 from __future__ import annotations
