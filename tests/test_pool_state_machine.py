@@ -88,12 +88,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.certain: set[BlockKey] = set()
         self.is_damaged = False
         self.evictions_seen = 0
+        #: prompts that were ever stored
+        self.known: dict[tuple[int, ...], None] = {}
         self.open()
         if is_full:
             # so that every store makes something go
             for other in range(200, 228):
-                writes = self.engine.writes(self.engine.prompt(other, 2))
-                self.some(0).stores.append((self.some(0).tier.store(writes), writes, set()))
+                self.store_tokens(0, self.engine.prompt(other, 2))
                 self.flush(0)
             self.clock.advance(60.0)
 
@@ -171,13 +172,17 @@ class PoolMachine(RuleBasedStateMachine):
         is_flushed=st.sampled_from([True, True, False]),
     )
     def store(self, at, family, branch, length, is_flushed):
-        writes = self.engine.writes(self.prompt(family, branch, length))
+        self.store_tokens(at, self.prompt(family, branch, length))
+        if is_flushed:
+            self.flush(at)
+
+    def store_tokens(self, at, tokens):
+        self.known[tuple(tokens)] = None
+        writes = self.engine.writes(tokens)
         job = self.some(at).tier.store(writes)
         outcomes = zip(writes, job.outcomes, strict=True)
         pending = {write.key for write, outcome in outcomes if outcome is Outcome.PENDING}
         self.some(at).stores.append((job, writes, pending))
-        if is_flushed:
-            self.flush(at)
 
     @has_live
     @rule(at=anyone)
@@ -202,10 +207,12 @@ class PoolMachine(RuleBasedStateMachine):
     @has_live
     @rule(at=anyone, family=families, branch=branches, length=lengths)
     def load(self, at, family, branch, length):
-        tokens = self.prompt(family, branch, length)
+        self.load_tokens(self.some(at), self.prompt(family, branch, length))
+
+    def load_tokens(self, instance, tokens):
         # a promise of lookup that could not be kept is made again only for another copy
         copies = 5
-        while self.load_once(self.some(at), tokens):
+        while self.load_once(instance, tokens):
             copies -= 1
             assert copies, "lookup goes on to promise what cannot be loaded"
 
@@ -336,9 +343,11 @@ class PoolMachine(RuleBasedStateMachine):
             self.certain.clear()
         elif names:
             self.damage(names[seed % len(names)], seed, how)
-        if self.live:
+        if self.live and how in ("flip", "cut", "zero", "delete"):
             # while its index still believes in what is gone
-            self.load(seed, seed % 4, seed // 4 % 4, 7)
+            instance = self.some(seed)
+            for tokens in list(self.known)[-40:]:
+                self.load_tokens(instance, tokens)
 
     def damage(self, name, seed, how):
         content = bytearray(self.disk.content(name))
