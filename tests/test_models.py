@@ -193,12 +193,24 @@ def test_what_a_killed_process_left_is_swept_and_not_used(cache, shipped, conver
     assert (folder / "model.safetensors").read_bytes() == GGUF[::-1]
 
 
-def test_two_at_once_make_it_once(cache, shipped, convert):
+def test_two_at_once_make_it_once(cache, shipped, convert, monkeypatch):
     put_wheel(shipped)
-    waited, found = [], []
+    found = []
+    is_another_waiting = threading.Event()
+
+    def tell(step, *_):
+        if "waiting for another process" in step:
+            is_another_waiting.set()
+
+    def converting(*args, **kwargs):
+        # the one that makes it must not be done before another has come
+        assert is_another_waiting.wait(30)
+        return convert(*args, **kwargs)
+
+    monkeypatch.setattr(models, "_convert", converting)
 
     def want():
-        found.append(small_model(lambda step, *_: waited.append(step)))
+        found.append(small_model(tell))
 
     threads = [threading.Thread(target=want) for _ in range(3)]
     for thread in threads:
@@ -208,7 +220,6 @@ def test_two_at_once_make_it_once(cache, shipped, convert):
     assert len(set(found)) == 1
     assert len(found) == 3
     assert convert.calls == 1
-    assert any("waiting for another process" in step for step in waited)
 
 
 def test_a_cache_folder_that_cannot_be_is_an_error_that_names_it(tmp_path, monkeypatch):
