@@ -128,6 +128,15 @@ def test_the_table_goes_to_standard_output_with_all_arms():
     assert "In /var/lock." in said
 
 
+def test_the_table_fits_into_80_columns():
+    console = Console(file=(written := io.StringIO()), width=80)
+    print_result(result(), console)
+    lines = written.getvalue().splitlines()
+    assert any("changed_first_line" in line and "4250" in line for line in lines)
+    assert any("195" not in line and "186 MiB" in line and "53x" in line for line in lines)
+    assert "…" not in written.getvalue()
+
+
 def test_answers_are_not_taken_for_markup():
     console = Console(file=(written := io.StringIO()), width=140)
     print_result(
