@@ -133,7 +133,7 @@ def test_the_table_fits_into_80_columns():
     print_result(result(), console)
     lines = written.getvalue().splitlines()
     assert any("changed_first_line" in line and "4250" in line for line in lines)
-    assert any("195" not in line and "186 MiB" in line and "53x" in line for line in lines)
+    assert any("follow_up" in line and "186 MiB" in line and "53x" in line for line in lines)
     assert "…" not in written.getvalue()
 
 

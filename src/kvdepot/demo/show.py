@@ -111,9 +111,14 @@ def print_result(result: DemoResult, console: Console | None = None) -> None:
 
 def _table(result: DemoResult) -> Table:
     # narrow enough for a terminal of 80 columns; where reused tokens came from is in the files
-    table = Table(title="time to first token (TTFT) and tokens of the prompt", box=SIMPLE_HEAD)
+    table = Table(
+        title="time to first token (TTFT) and tokens of the prompt",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+    )
     table.add_column("arm", no_wrap=True)
-    for name in ("TTFT", "speed-up", "computed", "reused", "read", "written"):
+    for name in ("TTFT", "faster", "computed", "reused", "read", "written"):
         table.add_column(name, justify="right", no_wrap=True)
     for arm in result.arms:
         table.add_row(
