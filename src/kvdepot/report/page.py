@@ -33,7 +33,7 @@ blockquote { margin: .25rem 0 1rem; padding: .25rem .75rem; border-left: 3px sol
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--rule); text-align: left;
-  vertical-align: top; }
+  vertical-align: top; overflow-wrap: normal; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: .5rem 0; }
 dt { color: var(--soft); } dd { margin: 0; }
