@@ -19,6 +19,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,7 +86,7 @@ def one_round(pool: Path, tokens: int, turn: int) -> dict[str, dict[str, Any]]:
             found["recompute"] = process.ask(2)
 
     def depot_arms() -> None:
-        with Child(pool, tokens) as first, Child(pool, tokens) as other:
+        with Child(pool, tokens) as first, Child(pool, tokens, awaits=True) as other:
             found["first_ask"] = first.ask(0)
             found["other_instance"] = other.ask(1)
         with Child(pool, tokens) as process:
@@ -100,8 +101,8 @@ def one_round(pool: Path, tokens: int, turn: int) -> dict[str, dict[str, Any]]:
 class Child:
     """A process with an engine, ready when the constructor returns; asks when it is told."""
 
-    def __init__(self, pool: Path | None, tokens: int) -> None:
-        job = json.dumps({"pool": str(pool) if pool else None, "tokens": tokens})
+    def __init__(self, pool: Path | None, tokens: int, *, awaits: bool = False) -> None:
+        job = json.dumps({"pool": str(pool) if pool else None, "tokens": tokens, "awaits": awaits})
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--child", job],
             stdin=subprocess.PIPE,
@@ -156,6 +157,7 @@ def child(job: dict[str, Any]) -> None:
         for line in sys.stdin:
             question = engine.tokenize(f"\n\nQuestion: {SHIPPED_QUESTIONS[int(line)]}\nAnswer:")
             prompt = (document * 4)[: job["tokens"] - len(question)] + question
+            awaited_s = await_blocks(engine, prompt, len(question)) if job["awaits"] else 0.0
             *_, last = engine.generate(prompt, max_new_tokens=16)
             if not isinstance(last, Result):
                 raise TypeError("no result")
@@ -164,6 +166,7 @@ def child(job: dict[str, Any]) -> None:
             _say(
                 {
                     "ttft_s": last.ttft_s,
+                    "awaited_s": awaited_s,
                     "prompt_tokens": last.prompt_tokens,
                     "computed_tokens": last.computed_tokens,
                     "reused_tokens": last.reused_tokens,
@@ -172,6 +175,17 @@ def child(job: dict[str, Any]) -> None:
                     "answer": last.text,
                 }
             )
+
+
+def await_blocks(engine: EmbeddedEngine, prompt: list[int], question_tokens: int) -> float:
+    """Until this process has found what the other one published; not part of the timing."""
+    keys = engine.keys(prompt[: len(prompt) - question_tokens])
+    began = time.perf_counter()
+    while engine.depot is not None and engine.depot.lookup(keys).blocks < len(keys):
+        if time.perf_counter() - began > 30:
+            raise RuntimeError("the other process's blocks do not come")
+        time.sleep(0.01)
+    return time.perf_counter() - began
 
 
 def _say(line: dict[str, Any]) -> None:
