@@ -31,7 +31,6 @@ FACTS = PoolFacts(
     direct_reason="an aligned write and read worked",
 )
 READY = Ready(
-    start_s=2.0,
     prompt_tokens=100,
     context_tokens=8192,
     attention="sdpa",
@@ -52,7 +51,7 @@ def answered(**changes):
         "answer": "In /var/lock.",
         "answer_tokens": 5,
         "awaited_s": 0.0,
-        "dropped_files": 0,
+        "settled_files": 0,
         "dropped_blocks": {},
     }
     return Answered(**{**fields, **changes})

@@ -66,10 +66,16 @@ def asked(job):
     return said(output)
 
 
-def test_an_arm_says_that_it_is_ready_and_then_answers(folder, tmp_path):
+def test_nothing_is_said_beside_a_short_timing(folder, monkeypatch):
+    monkeypatch.setattr(arm_module, "_STEP_INTERVAL_S", 100.0)
+    assert [type(each) for each in asked(job_of(folder, None))] == [Ready, Answered]
+
+
+def test_an_arm_says_that_it_is_ready_and_then_answers(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(arm_module, "_STEP_INTERVAL_S", 0.0)
     messages = asked(job_of(folder, tmp_path / "pool"))
     [ready] = [each for each in messages if isinstance(each, Ready)]
-    assert messages[0] == Step("starting the engine", 0, 0)
+    assert messages[0] == ready
     assert ready.pool is not None
     assert ready.pool.groups == 3
     assert set(ready.environment) >= {"python", "torch", "transformers", "threads"}
@@ -118,14 +124,17 @@ def test_blocks_that_never_come_are_not_waited_for_for_ever(folder, tmp_path, mo
     assert messages[-1].reused_tokens["disk"] == 0
 
 
-def test_buffered_segments_are_dropped_from_the_page_cache(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_direct", [True, False])
+def test_storage_alone_answers(folder, tmp_path, monkeypatch, has_direct):
     pool = tmp_path / "pool"
-    asked(job_of(folder, pool))
-    assert asked(job_of(folder, pool))[-1].dropped_files == 0
-    monkeypatch.setattr("kvdepot.io.localdisk.O_DIRECT", 0)
-    found = asked(job_of(folder, pool))[-1]
-    assert found.dropped_files >= 1
-    assert found.reused_tokens["disk"] > 0
+    if not has_direct:
+        monkeypatch.setattr("kvdepot.io.localdisk.O_DIRECT", 0)
+    first = asked(job_of(folder, pool))[-1]
+    second = asked(job_of(folder, pool))[-1]
+    assert (first.settled_files, second.settled_files) == (0, len(list(pool.rglob("*.kvseg"))))
+    assert second.settled_files >= 1
+    assert second.reused_tokens["disk"] > 0
+    assert asked(job_of(folder, None))[-1].settled_files == 0
 
 
 def test_what_changes_comes_last_in_the_prompt(folder):

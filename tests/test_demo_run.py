@@ -59,6 +59,7 @@ class FakeArm:
         self.fakes.log.append((self.name, "end"))
 
     def wait_ready(self, _on_step):
+        self.fakes.log.append((self.name, "ready"))
         return self.fakes.ready
 
     def ask(self, _on_step):
@@ -149,13 +150,15 @@ def test_processes_of_a_phase_live_together_and_answer_one_at_a_time(fake, model
     log = fake.log
     for earlier, later in (
         (("recompute", "end"), ("first_ask", "start")),
-        (("other_instance", "start"), ("first_ask", "ask")),
+        (("first_ask", "ready"), ("other_instance", "start")),
+        (("other_instance", "ready"), ("first_ask", "ask")),
         (("first_ask", "ask"), ("other_instance", "ask")),
         (("other_instance", "ask"), ("first_ask", "end")),
         (("first_ask", "end"), ("follow_up", "start")),
-        (("follow_up", "ask"), ("changed_first_line", "ask")),
+        (("follow_up", "end"), ("changed_first_line", "start")),
     ):
         assert log.index(earlier) < log.index(later), (earlier, later)
+    assert show.events[0] == ("recompute", "starting the engine")
     assert [name for name, what in show.events if what == "finished"] == [
         name for phase in PHASES for name in phase
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import pytest
@@ -427,6 +428,15 @@ def test_a_chat_ends_where_the_answer_begins(folder):
         text = each.chat_text([{"role": "user", "content": "hello"}])
         assert text == "<user>hello\n<assistant>"
         assert each.tokenizer.decode(each.tokenize(text)) == text
+
+
+def test_equal_bits_are_asked_for_unless_the_user_said_otherwise(folder, monkeypatch):
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    opened(folder).close()
+    assert os.environ["MKL_CBWR"] == "AUTO"
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    opened(folder).close()
+    assert os.environ["MKL_CBWR"] == "COMPATIBLE"
 
 
 # --- bad input

@@ -58,8 +58,9 @@ _LOAD_SHARE = 0.5
 _AWAIT_S = 30.0
 _LOOK_INTERVAL_S = 0.02
 _DRAIN_S = 60.0
-#: a person does not see more steps than this
-_STEP_INTERVAL_S = 0.1
+#: A person does not see more steps than this. Nothing is said either for as long after the question: what
+#: takes less needs no progress, and showing it would run beside the timing.
+_STEP_INTERVAL_S = 0.5
 
 
 class Arm:
@@ -71,8 +72,6 @@ class Arm:
         self._clock = clock
         self._told_s = 0.0
         self._never = threading.Event()
-        started_s = clock.monotonic_s()
-        self._say(Step("starting the engine", 0, 0))
         self._engine = EmbeddedEngine.open(
             job.model_folder,
             dtype=job.dtype,
@@ -88,7 +87,6 @@ class Arm:
         self._ids = self._engine.tokenize(self._text)
         self._say(
             Ready(
-                start_s=clock.monotonic_s() - started_s,
                 prompt_tokens=len(self._ids),
                 context_tokens=self._engine.context_tokens,
                 attention=self._engine.attention,
@@ -100,8 +98,9 @@ class Arm:
     def answer(self) -> None:
         """Answer the question, and wait until what was computed is visible to others."""
         awaited_s = self._await_blocks() if self._job.awaits_blocks else 0.0
-        dropped_files = self._drop_cached()
+        settled_files = self._settle_storage()
         before = self._counters()
+        self._told_s = self._clock.monotonic_s()
         # the text and not the ids: tokenising is part of what a user waits for
         result = self._read_to_the_end()
         is_drained = True
@@ -122,7 +121,7 @@ class Arm:
                 answer=result.text.strip(),
                 answer_tokens=len(result.token_ids),
                 awaited_s=awaited_s,
-                dropped_files=dropped_files,
+                settled_files=settled_files,
                 dropped_blocks={
                     name: count
                     for name, count in {
@@ -175,10 +174,12 @@ class Arm:
         tokens = len(self._engine.tokenize(self._text[:before])) - 1
         return whole[: tokens // self._engine.plan.block_tokens]
 
-    def _drop_cached(self) -> int:
-        """Without direct I/O, have the kernel forget the pool's pages: storage alone is to answer."""
-        depot = self._engine.depot
-        if depot is None or self._job.pool_url is None or self._disk(depot).is_direct:
+    def _settle_storage(self) -> int:
+        """Have what was written before on the device, and none of it in the page cache.
+
+        So that storage alone answers, and nothing is still being written beside the timing.
+        """
+        if self._job.pool_url is None or self._engine.depot is None:
             return 0
         return drop_cached_pages(PoolUrl.parse(self._job.pool_url).path, "*.kvseg")
 
@@ -225,7 +226,7 @@ class Arm:
 
     def _step(self, what: str, done: int, total: int) -> None:
         now_s = self._clock.monotonic_s()
-        if now_s - self._told_s >= _STEP_INTERVAL_S or done == total > 0:
+        if now_s - self._told_s >= _STEP_INTERVAL_S:
             self._told_s = now_s
             self._say(Step(what, done, total))
 

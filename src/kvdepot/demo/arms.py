@@ -60,12 +60,14 @@ ARMS = (
     ),
 )
 
-#: Processes of one phase start together and then answer one after the other, because nothing may run
-#: beside a timing. A phase begins when the processes of the one before have ended.
+#: Processes of one phase live at the same time. They start and answer one after the other: nothing may
+#: run beside a timing, and two processes whose threads wait for each other take 30 s to start on two
+#: cores, where one takes 2 s. A phase begins when the processes of the one before have ended.
 PHASES: tuple[tuple[str, ...], ...] = (
     ("recompute",),
     ("first_ask", "other_instance"),
-    ("follow_up", "changed_first_line"),
+    ("follow_up",),
+    ("changed_first_line",),
 )
 
 

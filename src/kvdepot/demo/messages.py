@@ -76,7 +76,6 @@ class PoolFacts(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """The engine is warm and may be asked."""
 
-    start_s: float
     prompt_tokens: int
     context_tokens: int
     attention: str
@@ -102,8 +101,8 @@ class Answered(msgspec.Struct, frozen=True, tag="answered", kw_only=True):
     answer_tokens: int
     #: how long another process's blocks were waited for before the clock started
     awaited_s: float
-    #: files whose cached pages were dropped before the clock started; 0 with direct I/O
-    dropped_files: int
+    #: segments that were written out and dropped from the page cache before the clock started
+    settled_files: int
     #: counters of blocks that were not stored, by the reason; empty when all were
     dropped_blocks: dict[str, int]
 

@@ -78,12 +78,15 @@ class _Run(NamedTuple):
     host_tokens: int
     logs: Path
     show: Show
+    clock: Clock
 
 
 class _Outcome(NamedTuple):
     """What one arm said."""
 
     plan: ArmPlan
+    #: from the start of the process to its being ready
+    start_s: float
     ready: Ready
     answered: Answered
 
@@ -103,7 +106,7 @@ def run_demo(settings: DemoSettings, show: Show, clock: Clock | None = None) -> 
         pool_url = settings.pool_url or stack.enter_context(_own_pool())
         place = PoolUrl.parse(pool_url).path
         _check_space(place)
-        run = _Run(settings, pool_url, os.urandom(6).hex(), tokens, logs, show)
+        run = _Run(settings, pool_url, os.urandom(6).hex(), tokens, logs, show, clock)
         outcomes: dict[str, _Outcome] = {}
         for phase in PHASES:
             outcomes |= _run_phase(run, phase)
@@ -112,19 +115,22 @@ def run_demo(settings: DemoSettings, show: Show, clock: Clock | None = None) -> 
 
 
 def _run_phase(run: _Run, names: Sequence[str]) -> dict[str, _Outcome]:
-    """Start the processes of a phase together; ask them one after the other; end them together."""
+    """Start the processes of a phase, one when the one before is ready; then ask them in turn."""
     found: dict[str, _Outcome] = {}
     with ExitStack() as stack:
-        processes = {
-            name: stack.enter_context(ArmProcess(_job(run, _PLANS[name]), run.logs / f"{name}.log"))
-            for name in names
-        }
-        ready = {
-            name: process.wait_ready(_steps_of(run, name)) for name, process in processes.items()
-        }
+        processes: dict[str, ArmProcess] = {}
+        ready: dict[str, tuple[float, Ready]] = {}
+        for name in names:
+            # said here, because the arm is busy importing for seconds before it can say anything
+            run.show.step(name, Step("starting the engine", 0, 0))
+            started_s = run.clock.monotonic_s()
+            process = ArmProcess(_job(run, _PLANS[name]), run.logs / f"{name}.log")
+            processes[name] = stack.enter_context(process)
+            said = process.wait_ready(_steps_of(run, name))
+            ready[name] = (run.clock.monotonic_s() - started_s, said)
         for name, process in processes.items():
             answered = process.ask(_steps_of(run, name))
-            found[name] = _Outcome(_PLANS[name], ready[name], answered)
+            found[name] = _Outcome(_PLANS[name], *ready[name], answered)
             run.show.finished(_PLANS[name], answered)
     return found
 
@@ -276,7 +282,7 @@ def _arm_result(run: _Run, outcome: _Outcome, base: _Outcome) -> ArmResult:
         answer=answered.answer,
         answer_tokens=answered.answer_tokens,
         total_s=answered.total_s,
-        start_s=outcome.ready.start_s,
+        start_s=outcome.start_s,
         awaited_s=answered.awaited_s,
         speedup=base.answered.ttft_s / answered.ttft_s,
         same_answer_as_recompute=(

@@ -44,6 +44,8 @@ class TerminalShow:
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
+            # drawing is work that runs beside the timings: as little as still looks alive
+            refresh_per_second=2,
         )
         #: (arm, step) -> its bar
         self._tasks: dict[tuple[str, str], TaskID] = {}
