@@ -88,7 +88,11 @@ def test_a_restore_that_breaks_half_way_is_computed(
         assert found.token_ids == expected
         assert found.computed_tokens == len(prompt)
         assert each.cache_failures == 1
-        assert all(host.counts()[2] == 0 for host in each.depot.hosts)
+        # rows come back when the pool's threads have let go of them, which is not the answer's moment
+        give_up_at = time.monotonic() + 10
+        while any(host.counts()[2] for host in each.depot.hosts):
+            assert time.monotonic() < give_up_at, "a broken restore keeps its rows"
+            each.depot.drain(1.0)
 
 
 def test_slow_storage_does_not_earn_longer_deadlines(
