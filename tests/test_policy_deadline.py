@@ -49,3 +49,20 @@ def test_never_slower_than_computing_by_more_than_the_slack(gaps, block_s):
         blocks += 1
     finished_s = now + (total - blocks) * block_s
     assert finished_s <= compute_s * (1 + SLACK_SHARE) + 1e-9
+
+
+def test_waiting_for_others_does_not_count_while_the_storage_delivers():
+    deadline = EarnedDeadline(10.0, 0.5, lambda blocks: blocks * 1.0, queue_s=2.0)
+    assert deadline.until_s(0) == 10.5
+    assert deadline.until_s(0, heard_s=11.5) == 12.0
+    # it has become silent: the slack is all that is left
+    assert deadline.is_over(12.0, 0, heard_s=11.5)
+    # and never longer than twice what was expected
+    assert deadline.until_s(0, heard_s=100.0) == 14.5
+    # from its turn on, it has to earn
+    assert deadline.until_s(1, heard_s=200.0) == 15.5
+
+
+def test_a_storage_that_was_heard_before_the_load_gives_no_credit():
+    deadline = EarnedDeadline(10.0, 0.5, lambda blocks: blocks * 1.0, queue_s=2.0)
+    assert deadline.until_s(0, heard_s=3.0) == 10.5

@@ -38,6 +38,11 @@ app.command(
     name="pool",
     help="Look at a pool: what it holds, and whether every byte verifies.",
 )
+app.command(
+    "kvdepot.cli.simulate:simulate",
+    name="simulate",
+    help="Replay a trace through the policies: TTFT, token share, bytes, and what was refused and why.",
+)
 
 #: libraries that only some commands need, and the extra that brings them
 _EXTRA_OF = dict.fromkeys(("accelerate", "gguf", "torch", "transformers"), "demo")

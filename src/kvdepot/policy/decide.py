@@ -23,7 +23,7 @@ from kvdepot.policy.cost import CostModel
 from kvdepot.policy.deadline import slack_of
 from kvdepot.policy.reasons import Reason
 
-__all__ = ["Ask", "Choice", "Mode", "Run", "decide"]
+__all__ = ["Ask", "Choice", "Mode", "Run", "decide", "near_blocks"]
 
 #: what a load must be expected to save before it is made, as a share of computing: below that, the two
 #: are the same to anybody who waits, and the read would only be in others' way
@@ -85,12 +85,14 @@ class Choice(NamedTuple):
     #: how far behind the load may fall before it is given up
     slack_s: float
     read_bytes: int
+    #: of the load, the wait for those who are served first
+    queue_s: float = 0.0
 
 
 def decide(ask: Ask, cost: CostModel) -> Choice:
     """Choose by expected time; loads are taken at the slower end of what they may take."""
     found = sum(run.blocks for run in ask.runs)
-    near = _near_blocks(ask.runs)
+    near = near_blocks(ask.runs)
     compute_s = _rest_s(ask, near, cost)
     slack_s = slack_of(compute_s)
     read_bytes = sum(run.blocks * run.block_bytes for run in ask.runs)
@@ -103,6 +105,11 @@ def decide(ask: Ask, cost: CostModel) -> Choice:
         mode = Mode.MEET if ask.can_meet else Mode.LOAD
         return Choice(mode, found, near, None, compute_s, math.inf, compute_s, slack_s, read_bytes)
     best = _best_load(ask, cost, near, compute_s, slack_s)
+    if best.mode is Mode.LOAD:
+        tier = next(run.tier for run in ask.runs if run.block_bytes)
+        alone_s = cost.read_s(tier, best.read_bytes)
+        behind_s = cost.read_s(tier, best.read_bytes, ahead_bytes=ask.ahead_bytes)
+        best = best._replace(queue_s=behind_s - alone_s)
     if ask.can_meet and (best.mode is Mode.COMPUTE or best.load_s > slack_s):
         meet = _meet(ask, cost, near, compute_s, slack_s)
         if meet.expected_s < min(best.expected_s, compute_s * (1 - _GAIN_MIN)):
@@ -110,7 +117,7 @@ def decide(ask: Ask, cost: CostModel) -> Choice:
     return best
 
 
-def _near_blocks(runs: Sequence[Run]) -> int:
+def near_blocks(runs: Sequence[Run]) -> int:
     """Leading blocks that cost no read."""
     near = 0
     for run in runs:

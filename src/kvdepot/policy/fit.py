@@ -110,7 +110,10 @@ class CostFit:
 
     def observe_at_least(self, features: Sequence[float], seconds: float) -> None:
         """Learn that these features took so long and were not done: the truth is this or more."""
-        if self.is_known and seconds > self.seconds(features):
+        if not self.is_known:
+            # the best that is known: without it, every request would try anew
+            self.observe(features, seconds)
+        elif seconds > self.seconds(features):
             self._move_level(features, seconds)
 
     def state(self) -> FitState:

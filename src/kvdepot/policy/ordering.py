@@ -69,7 +69,7 @@ class ReadOrder(Generic[_T]):
         heapq.heappush(self._heap, entry)
         return number
 
-    def grow(self, number: int, length_bytes: int) -> None:
+    def grow(self, number: int, length_bytes: float) -> None:
         """More of a request has become known (negative: has been handed out)."""
         found = self._items.get(number)
         if found is None:

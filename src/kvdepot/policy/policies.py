@@ -110,6 +110,8 @@ class Policies:
         self._is_refused = False
         self._is_probing = False
         self._probe_at_s = -math.inf
+        #: when any bytes of the tier came last
+        self._heard_at_s = -math.inf
         self._recent: deque[Decision] = deque(maxlen=_DECISIONS_MAX)
         self._counts = dict.fromkeys(Mode, 0)
         self._saved_s = self._lost_s = self._lost_s_max = 0.0
@@ -221,11 +223,14 @@ class Policies:
                 ticket.tier, ticket.length_bytes, span_s, ahead_bytes=ticket.ahead_bytes
             )
         # a load of which some came was slow, and slowness is the cost model's; one of which nothing
-        # came in time may never come
-        is_failure = fault is not None and (fault is not Fault.LATE or not done_bytes)
+        # came while nobody else's came either may never come
+        is_silent = not done_bytes and self._heard_at_s <= ticket.began_s
+        if done_bytes:
+            self._heard_at_s = now_s
+        is_failure = fault is not None and (fault is not Fault.LATE or is_silent)
         if is_failure and fault is not None:
             self.breaker.failed(now_s, fault, is_probe=ticket.is_probe)
-        else:
+        elif fault is None or done_bytes:
             self.breaker.succeeded(now_s, is_probe=ticket.is_probe)
         self.write_only.read_back(done_bytes)
         if ticket.is_probe:
