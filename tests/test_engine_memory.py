@@ -16,6 +16,7 @@ from kvdepot.engines.transformers.memory import (  # noqa: E402
     KvShape,
     PreallocCache,
 )
+from kvdepot.engines.transformers.support import cache_argument  # noqa: E402
 from tests.tiny_models import SMALL, prompt_of, tiny_model  # noqa: E402
 
 SHAPE = KvShape(SMALL["num_hidden_layers"], 2, 8, torch.float32)
@@ -27,7 +28,8 @@ def run(model, cache, ids, parts):
     with torch.inference_mode():
         for size in parts:
             part = torch.tensor([ids[start : start + size]])
-            logits = model(input_ids=part, use_cache=True, cache=cache).logits[0, -1]
+            memory = {cache_argument(model): cache}
+            logits = model(input_ids=part, use_cache=True, **memory).logits[0, -1]
             start += size
     return logits
 
