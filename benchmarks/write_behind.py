@@ -41,7 +41,7 @@ BLOCK_BYTES = (368_640, MIB, 4 * MIB)
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--request-bytes", type=int, default=512 * MIB)
+    options.add_argument("--request-bytes", type=int, default=1024 * MIB)
     args = options.parse_args()
     with WorkFolder(args.folder) as folder:
         sizes = [

@@ -250,7 +250,7 @@ def test_reads_of_a_hung_root_do_not_take_the_other_root_s_threads(two_roots, en
 
 def test_a_root_has_places_for_its_share_of_the_threads(two_roots):
     clock = FakeClock()
-    turns = Turns(two_roots.tier.roots, clock, threads=2)
+    turns = Turns(two_roots.tier.roots, clock, threads=2, writes=2)
     first, second = turns
     taken = [turns.enter_next().state for _ in range(4)]
     assert sorted(map(id, taken)) == sorted(map(id, [first, first, second, second]))

@@ -274,7 +274,7 @@ def test_a_hit_makes_few_reads_and_no_writes(tmp_path, engine):
 
 
 def test_lookup_with_busy_threads(tmp_path, engine):
-    """3,600 keys beside two spinning threads: calls that give up the GIL would take seconds."""
+    """3,600 keys beside two spinning threads: one switch of the GIL a key would take 18 s."""
     small = ToyEngine((128,))
     with PoolTier.open(pool_config(tmp_path / "pool"), small.identity) as tier:
         tokens = small.prompt(1, 3600)
@@ -295,7 +295,7 @@ def test_lookup_with_busy_threads(tmp_path, engine):
             assert tier.lookup(keys) == 3600
             took_s.append(time.monotonic() - start_s)
         stop.set()
-        assert min(took_s) < 0.1
+        assert min(took_s) < 2.0
 
 
 # capacity

@@ -34,8 +34,10 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     segment_age_s: float = 1.0
     #: stores waiting or being written; more are dropped, because a lost store is only a future miss
     write_queue_bytes: _Positive = 256 * MIB
-    #: enough that one thread's checksums and another's file names hide behind the others' writes
-    write_threads: _Positive = 4
+    #: more than write at once, so that checksums and file names hide behind the others' writes
+    write_threads: _Positive = 8
+    #: write calls at once per root; two fill the device on the machines measured
+    writes_in_flight: _Positive = 3
     #: one write call; longer than a read, because nobody waits for it
     write_unit_bytes: _Positive = 8 * MIB
     read_threads: _Positive = 6

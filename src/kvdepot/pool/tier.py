@@ -119,6 +119,7 @@ class PoolTier:
             self._digest,
             self._table.published,
             threads=config.write_threads if has_threads and not config.read_only else 0,
+            writes=config.writes_in_flight,
             unit_bytes=config.write_unit_bytes,
             queue_bytes_max=config.write_queue_bytes,
             segment_age_s=config.segment_age_s,

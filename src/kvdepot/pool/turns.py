@@ -27,8 +27,11 @@ _PAUSE_S = 1.0
 class RootState:
     """What the write threads know of one root."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Root, *, writes: int) -> None:
         self.root = root
+        #: a write call's place. Fewer than threads: were all of them to write at once, all would end
+        #: at once too, and the device would wait while they checksum
+        self.write_places = threading.BoundedSemaphore(writes)
         #: guards `open` and the segment in it; held over the file calls that open a segment
         self.lock = threading.Lock()
         self.open: FillingSegment | None = None
@@ -54,10 +57,11 @@ class Turns:
     Args:
         roots: where segments go, in turn.
         threads: so many may be busy with one root at once.
+        writes: so many of them may be in a write call.
     """
 
-    def __init__(self, roots: Sequence[Root], clock: Clock, *, threads: int) -> None:
-        self._states = [RootState(root) for root in roots]
+    def __init__(self, roots: Sequence[Root], clock: Clock, *, threads: int, writes: int) -> None:
+        self._states = [RootState(root, writes=writes) for root in roots]
         self._clock = clock
         self._threads = threads
         self._lock = threading.Lock()

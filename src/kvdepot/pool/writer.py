@@ -53,6 +53,7 @@ class Writer:
         roots: where segments go, in turn.
         on_published: called with the root's lock held, once per segment.
         threads: per root; with 0 nothing runs by itself and `run_pending` does the work, for tests.
+        writes: write calls at once per root; the other threads checksum and keep the books.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class Writer:
         on_published: Callable[[Root, SegmentEntry, Records], None],
         *,
         threads: int,
+        writes: int,
         unit_bytes: int,
         queue_bytes_max: int,
         segment_age_s: float,
     ) -> None:
-        self._turns = Turns(roots, clock, threads=max(threads, 1))
+        self._turns = Turns(roots, clock, threads=max(threads, 1), writes=writes)
         self._counters = counters
         self._clock = clock
         self._identity_digest = identity_digest
@@ -251,7 +253,9 @@ class Writer:
                 Placed(item, offset, self._checksum(item.write))
                 for item, offset in zip(items, places, strict=True)
             ]
-            segment.reservation.file.write(places[0], parts_of(items))
+            parts = parts_of(items)
+            with state.write_places:
+                segment.reservation.file.write(places[0], parts)
             is_written = True
         except PoolError as error:
             self._turns.pause(state, error)
