@@ -40,11 +40,12 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     writes_in_flight: _Positive = 3
     #: one write call; longer than a read, because nobody waits for it
     write_unit_bytes: _Positive = 8 * MIB
-    read_threads: _Positive = 6
+    #: more than the budget lets read at once, so that checksums hide behind the others' reads
+    read_threads: _Positive = 8
     #: one read call; on the machines measured, smaller units lose bandwidth, larger ones parallelism
     read_unit_bytes: _Positive = 4 * MIB
-    #: bytes of reads in flight per root, over all requests
-    read_budget_bytes: _Positive = 32 * MIB
+    #: bytes of reads in flight per root, over all requests; what storage far away needs is more
+    read_budget_bytes: _Positive = 16 * MIB
     #: how often other writers' segments are looked for
     discover_interval_s: float = 0.5
     #: silence after which a writer on another host counts as dead; same-host death is seen at once

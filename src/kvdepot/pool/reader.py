@@ -2,7 +2,7 @@
 
 Requests are planned into units (`kvdepot.pool.plan`) piece by piece, so that the first unit is read
 while the rest is planned. The units of all requests wait in one queue per root, under a budget of
-bytes in flight. The thread that reads a unit verifies its blocks. Rows that are page-aligned receive
+bytes in flight. The thread that reads a unit verifies its blocks, while others read the next ones. Rows that are page-aligned receive
 the bytes without a copy.
 
 Ownership: `submit` may be called by any thread and only enqueues; locating blocks and all file calls
@@ -105,6 +105,8 @@ class Reader:
         self._is_planning = False
         self._queues: dict[int, deque[Unit]] = {}
         self._in_flight: dict[int, int] = {}
+        #: units whose bytes have come and count against the budget no more, while they are verified
+        self._landed: set[int] = set()
         #: units that are being read, by root
         self._reading: dict[int, list[Unit]] = {}
         self._is_closed = False
@@ -209,9 +211,16 @@ class Reader:
         finally:
             root_id = id(work.segment.root)
             with self._wake:
-                self._in_flight[root_id] -= work.length_bytes
+                self._land(work)
+                self._landed.discard(id(work))
                 self._reading[root_id] = [u for u in self._reading[root_id] if u is not work]
                 self._wake.notify_all()
+
+    def _land(self, unit: Unit) -> None:
+        """A unit's bytes are in flight no more; the lock is held."""
+        if id(unit) not in self._landed:
+            self._landed.add(id(unit))
+            self._in_flight[id(unit.segment.root)] -= unit.length_bytes
 
     def _plan(self, request: _Request) -> None:
         """Plan the next reads of a request, and put the rest back."""
@@ -271,6 +280,10 @@ class Reader:
             if parts is None:
                 rows, parts = _staged(unit)
             got = file.read(unit.offset, parts)
+            with self._wake:
+                # the next unit is read while this one is verified: the device never waits for a sum
+                self._land(unit)
+                self._wake.notify()
             self._verify(unit, rows, got)
         except PoolError as error:
             self._fail(unit, error)
