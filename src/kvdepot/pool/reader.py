@@ -2,8 +2,8 @@
 
 Requests are planned into units (`kvdepot.pool.plan`) piece by piece, so that the first unit is read
 while the rest is planned. The units of all requests wait in one queue per root, under a budget of
-bytes in flight. The thread that reads a unit verifies its blocks, while others read the next ones. Rows that are page-aligned receive
-the bytes without a copy.
+bytes in flight. The thread that reads a unit verifies its blocks, while others read the next ones.
+Rows that are page-aligned receive the bytes without a copy.
 
 Ownership: `submit` may be called by any thread and only enqueues; locating blocks and all file calls
 happen on the reader's threads. A job's rows are touched only between `Job.hold` and `Job.release`.
