@@ -39,6 +39,16 @@ def name_of(path: Path) -> str:
 
 
 NAMES = [name_of(path) for path in MODULES]
+#: import an extra's library at their head
+NEED_EXTRAS = (
+    "kvdepot.bench",
+    "kvdepot.cli",
+    "kvdepot.demo",
+    "kvdepot.engines",
+    "kvdepot.io.models",
+    "kvdepot.serving",
+    "kvdepot.testing.fakeserver",
+)
 by_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
 
 
@@ -336,7 +346,7 @@ def _is_importable(path: Path) -> bool:
     try:
         importlib.import_module(name_of(path))
     except ModuleNotFoundError:
-        if not is_in(path, "kvdepot.engines", "kvdepot.demo", "kvdepot.cli", "kvdepot.io.models"):
+        if not is_in(path, *NEED_EXTRAS):
             raise  # the base dependencies must do for everything else
         return False
     return True

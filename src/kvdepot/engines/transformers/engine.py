@@ -46,6 +46,7 @@ class _Request(NamedTuple):
     max_new_tokens: int
     sampler: Sampler
     stop: Sequence[str]
+    ignore_end: bool
     extras: RequestExtras
     started_s: float
 
@@ -186,6 +187,7 @@ class EmbeddedEngine:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        ignore_end: bool = False,
         extras: RequestExtras = RequestExtras(),
     ) -> Generator[Event, None, None]:
         """Answer one prompt, streamed: `FirstToken`, `TextPiece`s, `Result`.
@@ -200,6 +202,7 @@ class EmbeddedEngine:
             top_p: see `Sampler`.
             seed: see `Sampler`.
             stop: texts that end the answer; they are not part of it.
+            ignore_end: go on behind the model's end token, so that all answers have one length.
             extras: tenant salt and the like; part of the block keys.
 
         Raises:
@@ -210,7 +213,7 @@ class EmbeddedEngine:
         ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(ids, max_new_tokens)
         sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
-        request = _Request(ids, max_new_tokens, sampler, stop, extras, started_s)
+        request = _Request(ids, max_new_tokens, sampler, stop, ignore_end, extras, started_s)
         return self._answer(request)
 
     # one request
@@ -248,7 +251,7 @@ class EmbeddedEngine:
             written += self._store(request, keys)
         stream = TextStream(self.tokenizer, request.stop)
         tokens: list[int] = []
-        while token not in self._end_ids:
+        while request.ignore_end or token not in self._end_ids:
             tokens.append(token)
             if piece := stream.push(token):
                 yield TextPiece(piece)
