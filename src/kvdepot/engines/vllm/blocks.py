@@ -1,0 +1,130 @@
+"""A request's blocks: vLLM's keys of its chunks, the pool's keys for them, and what is known of each.
+
+vLLM asks for one chunk at a time, from the first on. The answers for the chunks that follow are looked
+up together, in growing steps, so that a long prompt costs a few lookups and a miss at its first block
+costs a small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from kvdepot.keys import BlockKey, adopt_key, root_key
+
+__all__ = ["RequestBlocks"]
+
+_GROUP_BYTES = 4
+#: chunks looked up together: the first time, and at most; the largest step takes a third of a millisecond
+_STEP = 16
+_STEP_MAX = 256
+
+
+class RequestBlocks:
+    """Of one request, on the scheduler's thread. vLLM's request context carries it.
+
+    Args:
+        identity_digest: of the engine.
+        extras: what changes the KV beyond what vLLM's hash covers; None: the request is not cacheable.
+    """
+
+    def __init__(self, identity_digest: bytes, extras: bytes | None) -> None:
+        self._identity_digest = identity_digest
+        self._extras = extras
+        self._keys: dict[OffloadKey, BlockKey] = {}
+        #: all keys of the request so far, as vLLM made them: by position within each group
+        self._order: list[OffloadKey] = []
+        self._places: dict[OffloadKey, int] = {}
+        self._verdicts: dict[OffloadKey, bool] = {}
+        self._generation = -1
+        self._step = _STEP
+        #: loads of these did not come; the request computes them
+        self.lost: set[OffloadKey] = set()
+        #: a load was late: what is left of the request is computed
+        self.is_given_up = False
+
+    @property
+    def is_cacheable(self) -> bool:
+        """False for what cannot be told from other requests."""
+        return self._extras is not None
+
+    def key(self, offload_key: OffloadKey) -> BlockKey:
+        """The pool's key of a chunk."""
+        found = self._keys.get(offload_key)
+        if found is None:
+            assert self._extras is not None
+            found = adopt_key(self._identity_digest, offload_key + self._extras)
+            self._keys[offload_key] = found
+        return found
+
+    def holds(
+        self,
+        offload_key: OffloadKey,
+        context: ReqContext,
+        lookup: Callable[[Sequence[BlockKey]], int],
+        *,
+        generation: int,
+        is_chained: bool,
+    ) -> bool:
+        """Whether the pool has a chunk.
+
+        Args:
+            offload_key: the chunk.
+            context: the request's.
+            lookup: the pool's.
+            generation: answers are kept while it stays the same.
+            is_chained: the group's chunks are asked for from the first on, without gaps.
+        """
+        if generation != self._generation:
+            self._generation = generation
+            self._verdicts.clear()
+            self._step = _STEP
+        verdict = self._verdicts.get(offload_key)
+        if verdict is None:
+            ahead = self._ahead(offload_key, context) if is_chained else [offload_key]
+            found = lookup([self.key(key) for key in ahead])
+            self._verdicts.update(dict.fromkeys(ahead[:found], True))
+            self._verdicts.update(dict.fromkeys(ahead[found : found + 1], False))
+            verdict = found > 0
+        return verdict and offload_key not in self.lost
+
+    def in_order(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+        """Keys by their position in the prompt; vLLM hands stores over as a set."""
+        position = context.get_offload_key_position
+        return sorted(keys, key=lambda key: (key[-_GROUP_BYTES:], position(key) or 0))
+
+    def parent(self, offload_key: OffloadKey, context: ReqContext) -> BlockKey:
+        """The key of the chunk before, or the root key where there is none or it is not known."""
+        self._learn(context)
+        place = self._places.get(offload_key)
+        if place is not None:
+            group = offload_key[-_GROUP_BYTES:]
+            while place > 0:
+                place -= 1
+                before = self._order[place]
+                if before[-_GROUP_BYTES:] == group:
+                    return self.key(before)
+        return root_key(self._identity_digest)
+
+    # below
+
+    def _ahead(self, offload_key: OffloadKey, context: ReqContext) -> list[OffloadKey]:
+        """The chunk and those that follow it in its group, a growing number of them."""
+        self._learn(context)
+        place = self._places.get(offload_key)
+        if place is None:
+            return [offload_key]
+        group = offload_key[-_GROUP_BYTES:]
+        step, self._step = self._step, min(4 * self._step, _STEP_MAX)
+        return [key for key in self._order[place : place + step] if key[-_GROUP_BYTES:] == group]
+
+    def _learn(self, context: ReqContext) -> None:
+        """Take in the keys that vLLM has made since the last time."""
+        made = context._offload_key_positions
+        if len(made) == len(self._order):
+            return
+        for key in islice(made, len(self._order), None):
+            self._places[key] = len(self._order)
+            self._order.append(key)

@@ -1,0 +1,77 @@
+"""vLLM's host region as the pool sees it: rows, and the memory that a child process can map too."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from kvdepot.engines.vllm.settings import TierSettings
+from kvdepot.errors import ConfigError
+from kvdepot.identity import Identity
+from kvdepot.io.buffers import HostBuffer
+from kvdepot.metrics import Counters
+from kvdepot.pool.tier import PoolTier
+from kvdepot.pool.worker import WorkerTier
+from kvdepot.tiers import Tier
+
+__all__ = ["HostRegion"]
+
+log = logging.getLogger(__name__)
+
+
+class HostRegion:
+    """The rows that vLLM's tiers move bytes to and from.
+
+    Where the region has a file descriptor it is mapped once more, so that rows stay valid for a read
+    that a hung mount holds, whatever vLLM does at its end.
+
+    Args:
+        spec: vLLM's, which holds the region.
+        view: the region as vLLM gives it: (chunk, byte).
+    """
+
+    def __init__(self, spec: Any, view: memoryview) -> None:
+        assert view.strides is not None
+        self.row_bytes: int = view.strides[0]
+        self.length_bytes = view.nbytes
+        self._buffer: HostBuffer | None = None
+        region = getattr(spec, "_scheduler_mmap", None)
+        descriptor = getattr(region, "fd", None)
+        if descriptor is not None and self.length_bytes:
+            self._buffer = HostBuffer.of_fd(os.dup(descriptor), self.length_bytes)
+            self._memory = self._buffer.memory
+        else:
+            self._memory = view.cast("B")
+
+    @property
+    def is_shared(self) -> bool:
+        """A child process can map it."""
+        return self._buffer is not None
+
+    def rows(self, chunk_ids: Iterable[int]) -> list[memoryview]:
+        """The rows of chunks; each is page-aligned and holds a chunk of all ranks."""
+        memory, length = self._memory, self.row_bytes
+        return [memory[n * length : (n + 1) * length] for n in map(int, chunk_ids)]
+
+    def open_pool(self, settings: TierSettings, identity: Identity, counters: Counters) -> Tier:
+        """Open the pool with its I/O where the settings want it. Blocks on file calls.
+
+        Raises:
+            ConfigError: a process is wanted, and the region cannot be shared with one.
+            KvdepotError: as `PoolTier.open` and `WorkerTier.open`.
+        """
+        if settings.io == "threads" or (settings.io == "auto" and self._buffer is None):
+            return PoolTier.open(settings.pool, identity, counters=counters)
+        if self._buffer is None:
+            raise ConfigError(
+                "io is process, but vLLM's host region cannot be shared with one",
+                hint="set io to threads",
+            )
+        return WorkerTier.open(settings.pool, identity, [self._buffer], counters=counters)
+
+    def close(self, *, is_in_use: bool) -> None:
+        """Unmap it. What a read still holds goes with the process."""
+        if self._buffer is not None and not is_in_use:
+            self._buffer.close()

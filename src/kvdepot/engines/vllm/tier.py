@@ -1,0 +1,330 @@
+"""The pool as a secondary tier of vLLM's offloading: memory is asked, bytes move behind the scheduler.
+
+Named by ``type`` and ``module_path`` in ``secondary_tiers``. vLLM calls all methods on its scheduler's
+thread; none of them makes a file call or waits, except `drain_jobs` and `shutdown`, which must.
+
+Whatever goes wrong here becomes a miss or a failed job and a counter, never an exception in vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ClassVar
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvdepot.clock import SystemClock
+from kvdepot.engines.vllm.blocks import RequestBlocks
+from kvdepot.engines.vllm.calls import CallTimes, fenced, timed
+from kvdepot.engines.vllm.facts import WorkerFacts, current_engine
+from kvdepot.engines.vllm.host_region import HostRegion
+from kvdepot.engines.vllm.identify import group_kind, identity_of
+from kvdepot.engines.vllm.jobs import TierJobs
+from kvdepot.engines.vllm.opening import PoolOpening
+from kvdepot.engines.vllm.settings import parse_settings
+from kvdepot.engines.vllm.stats import TierStats, metric_definitions
+from kvdepot.engines.vllm.versions import check_interface
+from kvdepot.errors import IdentityUnknown, UnsupportedModel
+from kvdepot.identity import Identity
+from kvdepot.metrics import Counters
+from kvdepot.pool.tier import PoolTier
+from kvdepot.tiers import Tier
+from kvdepot.units import format_bytes
+
+__all__ = ["KvdepotTier"]
+
+log = logging.getLogger(__name__)
+
+_DRAIN_LOG_S = 10.0
+#: kinds of groups whose chunks can be kept and given back
+_KINDS = frozenset({"full"})
+
+
+class KvdepotTier(SecondaryTierManager):
+    """vLLM's secondary tier over a pool. Made by vLLM.
+
+    Args:
+        offloading_spec: vLLM's.
+        primary_kv_view: the host region, a row for each chunk.
+        tier_type: what vLLM calls it.
+        backpressure_detector: vLLM's own back-pressure, if it is configured.
+        **settings: see `kvdepot.engines.vllm.settings`.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._clock = SystemClock()
+        self.times = CallTimes(self._clock)
+        self.counters = Counters()
+        self.region = HostRegion(offloading_spec, primary_kv_view)
+        self.settings = parse_settings(
+            settings, region_bytes=self.region.length_bytes, row_bytes=self.region.row_bytes
+        )
+        self.locality = Locality(self.settings.locality) if self.settings.locality else None
+        self.engine = current_engine()
+        self._stats = TierStats(self.counters, self.times, self._clock, tier_type)
+        self._generation = 0
+        self._events: list[OffloadingEvent] | None = self._event_list()
+        #: what a request's connector knows of it, by its id: extras of its keys, or None
+        self.request_extras: dict[str, bytes | None] = {}
+        self._digest = b""
+        config = offloading_spec.config
+        tokens = {
+            group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
+            for group in config.groups
+        }
+        self.jobs = TierJobs(self.region, tokens, self._clock)
+        self._opening: PoolOpening | None = None
+        if self.engine is None:
+            log.error(
+                "the pool is not used: vLLM's own OffloadingConnector does not say which model it "
+                "serves (hint: set kv_connector to KvdepotConnector and kv_connector_module_path to "
+                "kvdepot.engines.vllm.connector)"
+            )
+
+    # making it ready
+
+    def open(self, facts: Sequence[WorkerFacts]) -> None:
+        """Find the identity and open the pool, in the background after `open_wait_s`.
+
+        Raises:
+            ConfigError: a setting is wrong.
+        """
+        if self.engine is None or self._opening is not None:
+            return
+        refusal = check_interface(vllm.__version__)
+        if refusal:
+            log.error("the pool is not used: %s", refusal)
+            return
+        self._opening = PoolOpening(lambda: self._find_identity(facts), self._open_pool)
+        self._opening.start(self.settings.open_wait_s)
+
+    @property
+    def pool(self) -> Tier | None:
+        """The open pool."""
+        return self._opening.pool if self._opening is not None else None
+
+    def _find_identity(self, facts: Sequence[WorkerFacts]) -> Identity:
+        engine = self.engine
+        assert engine is not None
+        config = self._offloading_spec.config
+        kinds = {
+            group.group_id: group_kind(
+                engine.kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+            )
+            for group in config.groups
+        }
+        other = {number: kind for number, kind in kinds.items() if kind not in _KINDS}
+        if other:
+            named = ", ".join(f"group {number} is {kind}" for number, kind in other.items())
+            raise UnsupportedModel(f"only full attention can be kept yet, and {named}")
+        identity = identity_of(engine, config, row_bytes=self.region.row_bytes, facts=facts)
+        if identity.undetermined:
+            raise IdentityUnknown(
+                f"identity unknown, sharing off: {', '.join(identity.undetermined)} not determined"
+            )
+        return identity
+
+    def _open_pool(self, identity: Identity) -> Tier:
+        pool = self.region.open_pool(self.settings, identity, self.counters)
+        self._digest = identity.digest()
+        log.info(
+            "pool open: %s; capacity %s; rows of %s (%d tokens); %s; namespace %s",
+            ", ".join(self.settings.pool.urls),
+            format_bytes(pool.usage().capacity_bytes),
+            format_bytes(self.region.row_bytes),
+            identity.block_tokens,
+            "I/O in threads" if isinstance(pool, PoolTier) else "I/O in a process of its own",
+            self._digest.hex()[:16],
+        )
+        if self.region.row_bytes > pool.limits.block_bytes_max:
+            log.warning(
+                "rows of %s do not fit into segments, which take %s at most: nothing will be stored "
+                "(hint: raise segment_bytes, or make the chunks smaller)",
+                format_bytes(self.region.row_bytes),
+                format_bytes(pool.limits.block_bytes_max),
+            )
+        return pool
+
+    # what vLLM calls
+
+    @timed
+    @fenced(RequestOffloadingContext)
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+        """Chunks are stored as they are computed."""
+        return RequestOffloadingContext()
+
+    @timed
+    @fenced(lambda: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """HIT or MISS, from memory."""
+        pool = self.pool
+        if pool is None:
+            return LookupResult.MISS
+        blocks = self._blocks(req_context)
+        if not blocks.is_cacheable or blocks.is_given_up:
+            return LookupResult.MISS
+        is_held = blocks.holds(
+            key, req_context, pool.lookup, generation=self._generation, is_chained=True
+        )
+        self.counters.add("lookup_blocks_total")
+        if is_held:
+            self.counters.add("lookup_hit_blocks_total")
+        return LookupResult.HIT if is_held else LookupResult.MISS
+
+    @timed
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Begin to read chunks into their rows, all in one load."""
+        blocks = self._blocks(job_metadata.req_context)
+        pool = self.pool
+        try:
+            if pool is not None and blocks.is_cacheable:
+                rows = len(job_metadata.keys)
+                self.jobs.load(pool, job_metadata, blocks, self._deadline_s(rows))
+                return
+        except Exception:
+            log.exception("a load of %d chunks failed", len(job_metadata.keys))
+            self._count_error("submit_load")
+        self.jobs.refuse(job_metadata, blocks)
+
+    @timed
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begin to write chunks from their rows, behind the engine."""
+        blocks = self._blocks(job_metadata.req_context)
+        pool = self.pool
+        try:
+            if pool is not None and blocks.is_cacheable:
+                self.jobs.store(pool, job_metadata, blocks)
+                return
+        except Exception:
+            log.exception("a store of %d chunks failed", len(job_metadata.keys))
+            self._count_error("submit_store")
+        self.jobs.refuse(job_metadata)
+
+    @timed
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs whose rows are free again."""
+        ended = self.jobs.ended()
+        if self._events is not None:
+            self._events += [self._stored_event(job.stored) for job in ended if job.stored]
+        return [job.result for job in ended]
+
+    @timed
+    @fenced(lambda: None)
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Chunks were used, for the order of eviction."""
+        pool = self.pool
+        blocks = self._blocks(req_context)
+        if pool is not None and blocks.is_cacheable:
+            pool.touch([blocks.key(key) for key in keys])
+
+    @timed
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """What was noted of a request goes with it."""
+        self.request_extras.pop(req_context.req_id, None)
+
+    @timed
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
+        """Answers are kept for one step."""
+        self._generation += 1
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Chunks stored since the last call, if events are wanted."""
+        if self._events:
+            events, self._events = self._events, []
+            yield from events
+
+    def drain_jobs(self) -> None:
+        """Wait until no byte of the host region is in use by a job; each job's result is there then.
+
+        What was not begun is given up. Waits for as long as the storage holds a row: to return sooner
+        would give that row to others.
+        """
+        self.jobs.cancel()
+        while not self.jobs.quiesce(_DRAIN_LOG_S):
+            log.warning("storage does not let go of %d jobs; still waiting", len(self.jobs))
+
+    def shutdown(self) -> None:
+        """Publish what was stored and let go of the host region, within `close_s` and a little."""
+        if self._opening is not None:
+            self._opening.close(self.settings.close_s)
+        self.region.close(is_in_use=not self.jobs.quiesce(0.0))
+
+    @classmethod
+    def build_metric_definitions(
+        cls,
+        extra_config: dict[str, Any],  # noqa: ARG003
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """The metrics of `kvdepot.engines.vllm.stats`."""
+        return metric_definitions()
+
+    @timed
+    @fenced(lambda: None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What has changed in them."""
+        return self._stats.take(self.pool, len(self.jobs), len(self.jobs.late_keys))
+
+    # below
+
+    def _event_list(self) -> list[OffloadingEvent] | None:
+        if not self.settings.enable_kv_events:
+            return None
+        if self._offloading_spec.kv_events_config.enable_kv_cache_events:
+            return []
+        log.warning("enable_kv_events is set, but vLLM's KV cache events are off")
+        return None
+
+    def _stored_event(self, keys: Sequence[OffloadKey]) -> OffloadingEvent:
+        return OffloadingEvent(
+            keys=list(keys),
+            medium=Medium.STORAGE,
+            removed=False,
+            locality=self.locality,
+            ownership=self.tier_type,
+        )
+
+    def _blocks(self, context: ReqContext) -> RequestBlocks:
+        blocks = context.get_state(RequestBlocks)
+        if blocks is None:
+            extras = self.request_extras.get(context.req_id, b"")
+            blocks = RequestBlocks(self._digest, extras)
+            if self.pool is not None:  # before, there is no digest to make keys with
+                context.set_state(blocks)
+        return blocks
+
+    def _deadline_s(self, rows: int) -> float:
+        moved_s = rows * self.region.row_bytes / self.settings.load_bytes_per_s_min
+        return self.settings.load_deadline_s + moved_s
+
+    def _count_error(self, method: str) -> None:
+        errors = self.times.errors
+        errors[method] = errors.get(method, 0) + 1

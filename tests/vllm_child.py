@@ -1,0 +1,156 @@
+"""A process that runs one vLLM engine for a test: settings in as JSON, what happened out as JSON.
+
+Run as ``python -m tests.vllm_child SETTINGS``. The engine's connector is a subclass that also notes a
+digest of every row as it is stored and as it was loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import warnings
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+import msgspec  # noqa: E402
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob  # noqa: E402
+
+from kvdepot.engines.vllm import CPU_SPEC  # noqa: E402
+from kvdepot.engines.vllm.connector import KvdepotConnector  # noqa: E402
+from kvdepot.engines.vllm.tier import KvdepotTier  # noqa: E402
+
+#: (key, digest of its row)
+STORED: dict[str, str] = {}
+LOADED: dict[str, str] = {}
+CONNECTORS: list[NotingConnector] = []
+
+
+class NotingTier(KvdepotTier):
+    """Notes the rows' content at the hand-over, both ways."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.noted: dict[int, TransferJob] = {}
+
+    def submit_store(self, job_metadata):
+        STORED.update(self._digests(job_metadata))
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata):
+        self.noted[job_metadata.job_id] = job_metadata
+        super().submit_load(job_metadata)
+
+    def get_finished_jobs(self):
+        results: list[JobResult] = list(super().get_finished_jobs())
+        for result in results:
+            job = self.noted.pop(result.job_id, None)
+            if job is not None:
+                good = job.keys if result.success else result.successful_keys or ()
+                names = {key.hex() for key in good}
+                LOADED.update((k, d) for k, d in self._digests(job) if k in names)
+        return results
+
+    def _digests(self, job):
+        rows = self.region.rows(job.chunk_ids)
+        for key, row in zip(job.keys, rows, strict=True):
+            yield key.hex(), hashlib.sha256(row).hexdigest()
+
+
+class NotingConnector(KvdepotConnector):
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        CONNECTORS.append(self)
+
+
+def transfer_config(settings: dict[str, Any]) -> dict[str, Any]:
+    tier = {
+        "type": "NotingTier",
+        "module_path": "tests.vllm_child",
+        "urls": [f"file://{settings['pool']}"],
+        "capacity": "1GiB",
+        "free_bytes_min": 0,
+        "segment_age_s": 0.2,
+        "load_deadline_s": 120.0,
+        **settings.get("tier", {}),
+    }
+    extra = {
+        "spec_name": CPU_SPEC[0],
+        "spec_module_path": CPU_SPEC[1],
+        "cpu_bytes_to_use": 32 << 20,
+        "secondary_tiers": [tier],
+        **settings.get("extra", {}),
+    }
+    return {
+        "kv_connector": "NotingConnector",
+        "kv_connector_module_path": "tests.vllm_child",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    digest = hashlib.shake_128(str(seed).encode()).digest(length)
+    return list(digest)
+
+
+def run(settings: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    began_s = time.monotonic()
+    llm = LLM(
+        model=settings["model"],
+        dtype="float32",
+        enforce_eager=True,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(**transfer_config(settings)),
+        **{"max_model_len": 2048, "block_size": 16, **settings.get("engine", {})},
+    )
+    ready_s = time.monotonic() - began_s
+    sampling = SamplingParams(temperature=0, max_tokens=settings.get("tokens", 6), ignore_eos=True)
+    answers = []
+    for ask in settings["asks"]:
+        given = {"prompt_token_ids": prompt(ask["seed"], ask["length"])}
+        if "salt" in ask:
+            given["cache_salt"] = ask["salt"]
+        lora = lora_request(ask["lora"]) if "lora" in ask else None
+        (done,) = llm.generate([given], sampling, use_tqdm=False, lora_request=lora)
+        answers.append(
+            {"cached": done.num_cached_tokens, "tokens": list(done.outputs[0].token_ids)}
+        )
+        time.sleep(ask.get("pause_s", 0))
+    found: dict[str, Any] = {"answers": answers, "ready_s": ready_s}
+    for connector in CONNECTORS:
+        for tier in connector.tiers:
+            if tier.pool is not None:
+                assert tier.pool.drain(30)
+            identity = tier._opening.identity if tier._opening is not None else None
+            found["identity"] = identity and msgspec.to_builtins(identity)
+            found["refusal"] = tier._opening.refusal if tier._opening is not None else None
+            found["counters"] = tier.counters.snapshot()
+            found["errors"] = tier.times.errors
+            found["calls"] = {name: tier.times.calls(name) for name in tier.times.counts}
+    llm.llm_engine.engine_core.shutdown()
+    return {**found, "stored": STORED, "loaded": LOADED}
+
+
+def lora_request(given: dict[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(given["name"], given["id"], given["path"])
+
+
+def main() -> None:
+    sys.modules["tests.vllm_child"] = sys.modules["__main__"]
+    result = run(json.loads(sys.argv[1]))
+    # vLLM writes to stdout as well
+    with open(os.environ["KVDEPOT_TEST_RESULT"], "w") as file:
+        json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()
