@@ -47,7 +47,6 @@ NEED_EXTRAS = (
     "kvdepot.engines",
     "kvdepot.io.models",
     "kvdepot.serving",
-    "kvdepot.testing.fakeserver",
 )
 by_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
 
