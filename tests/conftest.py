@@ -18,11 +18,19 @@ hypothesis.settings.register_profile("fuzz", _base, max_examples=5_000)
 hypothesis.settings.load_profile("dev")
 
 
+#: marker -> (libraries that its tests need, who brings them)
+_NEEDS = {
+    "engine": (("torch", "transformers"), "the demo extra"),
+    "vllm": (("vllm", "torch", "transformers"), "vLLM"),
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if not missing:
-        return
-    skip = pytest.mark.skip(reason=f"needs the demo extra; not installed: {', '.join(missing)}")
-    for item in items:
-        if item.get_closest_marker("engine"):
-            item.add_marker(skip)
+    for marker, (libraries, bringer) in _NEEDS.items():
+        missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+        if not missing:
+            continue
+        skip = pytest.mark.skip(reason=f"needs {bringer}; not installed: {', '.join(missing)}")
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)

@@ -44,6 +44,17 @@ app.command(
     help="Replay a trace through the policies: TTFT, token share, bytes, and what was refused and why.",
 )
 
+app.command(
+    "kvdepot.cli.vllm:serve",
+    name="serve",
+    help="Start vLLM's server over a pool: kvdepot serve MODEL --pool URL [-- arguments for vLLM].",
+)
+app.command(
+    "kvdepot.cli.vllm:vllm_config",
+    name="vllm-config",
+    help="Print the JSON that vLLM takes as --kv-transfer-config, for a launcher of your own.",
+)
+
 #: libraries that only some commands need, and the extra that brings them
 _EXTRA_OF = dict.fromkeys(("accelerate", "gguf", "torch", "transformers"), "demo")
 _FAILED = 2
@@ -69,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
     except KvdepotError as error:
         return _fail(error, error.hint)
     except CycloptsError as error:
-        return _fail(" ".join(str(error).split()), "add --help to see what a command takes")
+        return _fail(" ".join(str(error).split()), _usage_hint(arguments))
     except ImportError as error:
         library = _missing_library(error)
         if library is None:
@@ -84,6 +95,12 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status if isinstance(status, int) else 0
+
+
+def _usage_hint(arguments: Sequence[str]) -> str:
+    if arguments[:1] in (["serve"], ["vllm-config"]) and "--" not in arguments:
+        return "what is meant for vLLM stands behind a --; add --help to see what kvdepot takes"
+    return "add --help to see what a command takes"
 
 
 def _missing_library(error: BaseException | None) -> str | None:
