@@ -16,7 +16,8 @@ from kvdepot.cli import main as cli_main
 from kvdepot.config import PoolConfig
 from kvdepot.engines.vllm import installed
 from kvdepot.engines.vllm.installed import InstalledVllm
-from kvdepot.errors import ConfigError, PoolUnavailable
+from kvdepot.errors import ConfigError, PoolFull, PoolUnavailable
+from kvdepot.io.localdisk import LocalDisk
 from kvdepot.io.modelconfig import read_model_config
 from kvdepot.pool import precheck
 from kvdepot.pool.precheck import check_pool
@@ -259,9 +260,9 @@ def test_a_pool_is_made_and_found_again(tmp_path):
 
 def test_a_full_root_is_a_warning(tmp_path, monkeypatch):
     def create(self, name, reserve_bytes):
-        raise precheck.PoolFull("no space left")
+        raise PoolFull("no space left")
 
-    monkeypatch.setattr(precheck.LocalDisk, "create", create)
+    monkeypatch.setattr(LocalDisk, "create", create)
     pool = tmp_path / "pool"
     assert "nothing can be stored now" in check_pool(PoolConfig.of(str(pool)))[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -261,7 +262,7 @@ def test_the_installed_vllm_says_what_it_computes_on(monkeypatch, versions, expe
     def version(name):
         if name in versions:
             return versions[name]
-        raise installed.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
     monkeypatch.setattr(installed, "version", version)
     found = installed.find_vllm()
@@ -272,7 +273,7 @@ def test_the_installed_vllm_says_what_it_computes_on(monkeypatch, versions, expe
 
 def test_a_missing_vllm_says_how_to_get_it(monkeypatch):
     def version(name):
-        raise installed.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
     monkeypatch.setattr(installed, "version", version)
     with pytest.raises(ConfigError, match="not installed") as caught:

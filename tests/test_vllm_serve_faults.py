@@ -173,6 +173,10 @@ def test_a_full_disk(server, pool):
 
 def fill(path):
     """Write until the disk is full."""
-    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+
+    def write_on(file):
         while True:
             file.write(bytes(1 << 16))
+
+    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        write_on(file)
