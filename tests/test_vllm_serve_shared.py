@@ -7,7 +7,6 @@ started once for all tests, and each test asks prompts of its own.
 from __future__ import annotations
 
 import random
-import shutil
 
 import pytest
 
@@ -101,24 +100,6 @@ def test_tenants_with_other_salts_share_nothing(pair):
     assert b.ask(prompt).cached_tokens == 0
     # and the same tenant does, so it was no miss of another kind
     assert b.ask(prompt, cache_salt="ada").cached_tokens == WHOLE
-
-
-def test_an_adapter_whose_weights_changed_in_place_shares_nothing(pair, folder):
-    from tests.vllm_models import adapter
-
-    a, b, pool = pair
-    prompt = prompt_of("adapted")
-    place = adapter(folder / "adapter", seed=1)
-    a.load_adapter("changing", place)
-    ours = asked(a, pool, prompt, model="changing")
-    # same name, same path, and for vLLM's own hash the same adapter
-    shutil.rmtree(place)
-    adapter(place, seed=2)
-    b.load_adapter("changing", place)
-    theirs = b.ask(prompt, model="changing")
-    assert theirs.cached_tokens == 0
-    assert theirs.tokens != ours.tokens
-    assert b.ask(prompt).cached_tokens == 0
 
 
 def test_an_adapter_is_shared_by_the_servers_that_have_it(pair, folder):
