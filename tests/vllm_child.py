@@ -19,14 +19,21 @@ warnings.simplefilter("ignore")
 import msgspec  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob  # noqa: E402
 
-from kvdepot.engines.vllm import CPU_SPEC  # noqa: E402
+from kvdepot.engines.vllm import CPU_SPEC, extras  # noqa: E402
 from kvdepot.engines.vllm.connector import KvdepotConnector  # noqa: E402
 from kvdepot.engines.vllm.tier import KvdepotTier  # noqa: E402
+from kvdepot.io.localdisk import LocalDisk  # noqa: E402
+from kvdepot.pool.tier import PoolTier  # noqa: E402
+from kvdepot.testing.faults import FaultDisk, FaultPlan  # noqa: E402
+from kvdepot.urls import distinct_roots  # noqa: E402
 
 #: (key, digest of its row)
 STORED: dict[str, str] = {}
 LOADED: dict[str, str] = {}
 CONNECTORS: list[NotingConnector] = []
+#: seconds that each read takes, from settings
+DELAYS: list[float] = []
+PLAN = FaultPlan()
 
 
 class NotingTier(KvdepotTier):
@@ -58,6 +65,16 @@ class NotingTier(KvdepotTier):
         rows = self.region.rows(job.chunk_ids)
         for key, row in zip(job.keys, rows, strict=True):
             yield key.hex(), hashlib.sha256(row).hexdigest()
+
+    def _open_pool(self, identity):
+        """With reads that a test may delay, where it asks for that."""
+        if not DELAYS:
+            return super()._open_pool(identity)
+        self._digest = identity.digest()
+        disks = [
+            FaultDisk(LocalDisk(url.path), PLAN) for url in distinct_roots(self.settings.pool.urls)
+        ]
+        return PoolTier.open(self.settings.pool, identity, disks=disks, counters=self.counters)
 
 
 class NotingConnector(KvdepotConnector):
@@ -101,6 +118,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
+    if "read_s" in settings:
+        DELAYS.append(settings["read_s"])
+        PLAN.delay("read", settings["read_s"])
     began_s = time.monotonic()
     llm = LLM(
         model=settings["model"],
@@ -118,6 +138,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         if "salt" in ask:
             given["cache_salt"] = ask["salt"]
         lora = lora_request(ask["lora"]) if "lora" in ask else None
+        if "abort_after_s" in ask:
+            abort(llm, given, sampling, ask["abort_after_s"])
+            continue
         (done,) = llm.generate([given], sampling, use_tqdm=False, lora_request=lora)
         answers.append(
             {"cached": done.num_cached_tokens, "tokens": list(done.outputs[0].token_ids)}
@@ -138,6 +161,23 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     return {**found, "stored": STORED, "loaded": LOADED}
 
 
+def abort(llm: Any, given: Any, sampling: Any, after_s: float) -> None:
+    """Begin a request and take it back while its blocks are being loaded."""
+    engine = llm.llm_engine
+    (tier,) = CONNECTORS[-1].tiers
+    engine.add_request("to be aborted", given, sampling)
+    give_up_s = time.monotonic() + 60
+    while not len(tier.jobs):
+        assert time.monotonic() < give_up_s, "no load began"
+        engine.step()
+    until_s = time.monotonic() + after_s
+    while time.monotonic() < until_s:
+        engine.step()
+    assert len(tier.jobs), "the load is over already"
+    (number,) = engine.output_processor.request_states
+    engine.abort_request([number], internal=True)
+
+
 def lora_request(given: dict[str, Any]) -> Any:
     from vllm.lora.request import LoRARequest
 
@@ -145,6 +185,7 @@ def lora_request(given: dict[str, Any]) -> Any:
 
 
 def main() -> None:
+    extras._PATIENCE_S = 60.0  # whoever is tested here is not the machine
     sys.modules["tests.vllm_child"] = sys.modules["__main__"]
     result = run(json.loads(sys.argv[1]))
     # vLLM writes to stdout as well

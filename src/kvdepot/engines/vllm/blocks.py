@@ -40,6 +40,8 @@ class RequestBlocks:
         self._verdicts: dict[OffloadKey, bool] = {}
         self._generation = -1
         self._step = _STEP
+        #: chunks that were looked up before
+        self.counted: set[OffloadKey] = set()
         #: loads of these did not come; the request computes them
         self.lost: set[OffloadKey] = set()
         #: a load was late: what is left of the request is computed

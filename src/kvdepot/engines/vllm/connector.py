@@ -1,12 +1,17 @@
-"""vLLM's offloading connector, with what a tier must know besides: the engine's settings and its workers.
+"""vLLM's offloading connector, with what a tier must know besides, and a say in what a request loads.
 
-Named by ``kv_connector`` and ``kv_connector_module_path``. Everything else is vLLM's own connector.
+Named by ``kv_connector`` and ``kv_connector_module_path``. A tier of vLLM's learns keys and rows; it is
+told neither which model they belong to nor which adapter a request uses, and its only answers are yes
+and no. This connector hands the engine's settings and its workers' facts to our tiers, and decides per
+request whether to go on now, to wait its turn for room in the host tier, or to load a part. Everything
+else is vLLM's own connector.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -16,8 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
+from kvdepot.clock import SystemClock
+from kvdepot.engines.vllm.extras import AdapterCheck, AdapterDigests, has_known_images
 from kvdepot.engines.vllm.facts import Engine, WorkerFacts, engine_is, gather_facts
+from kvdepot.engines.vllm.room import HostRoom, Turn
 from kvdepot.engines.vllm.tier import KvdepotTier
 
 __all__ = ["KvdepotConnector"]
@@ -43,11 +54,17 @@ class KvdepotConnector(OffloadingConnector):
         with engine_is(self._engine):
             super().__init__(vllm_config, role, kv_cache_config)
         self.tiers: list[KvdepotTier] = []
+        self._clock = SystemClock()
+        self._adapters = AdapterDigests(self._clock)
+        self._checks: dict[str, AdapterCheck] = {}
+        self._room: HostRoom | None = None
         if self.connector_scheduler is not None:
             tiers = getattr(self.connector_scheduler.manager, "secondary_tiers", [])
             self.tiers = [tier for tier in tiers if isinstance(tier, KvdepotTier)]
             if not self.tiers:
                 log.warning("KvdepotConnector without a KvdepotTier among its secondary_tiers")
+            else:
+                self._room = self._host_room(self.tiers[0])
 
     # a worker's side
 
@@ -73,12 +90,156 @@ class KvdepotConnector(OffloadingConnector):
         for tier in self.tiers:
             tier.open(facts)
 
+    def on_new_request(self, request: Request) -> None:
+        """As vLLM's, after a look at what the request's hashes do not tell."""
+        extras: bytes | None = None
+        try:
+            if has_known_images(request):
+                extras = b""
+            if request.lora_request is not None and extras is not None:
+                # until its content is known, nothing of it is looked up or kept
+                extras = None
+                self._checks[request.request_id] = self._adapters.check(request.lora_request)
+        except Exception:
+            log.exception("looking at a new request failed; it is not cached")
+        for tier in self.tiers:
+            tier.request_extras[request.request_id] = extras
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As vLLM's, as far as the request may load; None to be asked again in the next step."""
+        limits = [self._max_loadable_tokens(request, num_computed_tokens)]
+        if self._is_adapter_pending(request):
+            return None, False
+        began_s = self._clock.monotonic_s()
+        try:
+            turn, end_token = self._turn(request, num_computed_tokens)
+        except Exception:
+            log.exception("finding room for a request failed; it goes on without")
+            turn, end_token = Turn.NOW, None
+        for tier in self.tiers[:1]:
+            tier.times.note("turn", self._clock.monotonic_s() - began_s)
+        if turn is Turn.WAIT:
+            return None, False
+        if end_token is not None:
+            limits.append(max(end_token - num_computed_tokens, 0))
+        found, is_async = self.scheduler.get_num_new_matched_tokens(
+            request,
+            num_computed_tokens,
+            max_num_new_tokens=min((n for n in limits if n is not None), default=None),
+        )
+        if found == 0:
+            self._give_room_back(request.request_id)
+        return found, is_async
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """As vLLM's; what is on the device needs no room in the host tier any more."""
+        super().update_connector_output(connector_output)
+        for request_id in connector_output.finished_recving or ():
+            self._give_room_back(request_id)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's."""
+        self._forget(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's."""
+        self._forget(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
     def reset_cache(self) -> bool | None:
         """As vLLM's; False, and nothing changed, while storage holds rows of the host region."""
         if not all(tier.jobs.quiesce(_RESET_WAIT_S) for tier in self.tiers):
             log.warning("storage hangs: the host tier cannot be reset now")
             return False
         return super().reset_cache()
+
+    # below
+
+    def _host_room(self, tier: KvdepotTier) -> HostRoom:
+        region = tier.region
+        return HostRoom(
+            region.length_bytes // region.row_bytes,
+            region.row_bytes,
+            rows_pinned=lambda: sum(tier.jobs.rows_storing for tier in self.tiers),
+            patience_s=tier.deadline_s,
+            clock=self._clock,
+        )
+
+    def _is_adapter_pending(self, request: Request) -> bool:
+        """Whether to wait for a look at the request's adapter; notes its content once it is known."""
+        check = self._checks.get(request.request_id)
+        if check is None:
+            return False
+        if check.is_pending(self._clock.monotonic_s()):
+            return True
+        del self._checks[request.request_id]
+        if check.is_over and check.digest is not None:
+            for tier in self.tiers:
+                tier.request_extras[request.request_id] = b"lora" + check.digest
+        return False
+
+    def _turn(self, request: Request, start_token: int) -> tuple[Turn, int | None]:
+        """Whether a request may load now, and up to which token."""
+        if self._room is None or request.skip_reading_prefix_cache:
+            return Turn.NOW, None
+        status = self.scheduler._req_status[request.request_id]
+        status.update_offload_keys()
+        late = self._first_late(status, start_token)
+        turn, end_token = self._room.ask(
+            request.request_id, start_token, lambda: self._missing(status, start_token)
+        )
+        ends = [end for end in (late, end_token) if end is not None]
+        return turn, min(ends, default=None)
+
+    def _first_late(self, status: Any, start_token: int) -> int | None:
+        """Where the first chunk begins that a late load still holds; the rest is computed."""
+        late = set().union(*(tier.jobs.late_keys for tier in self.tiers))
+        if not late:
+            return None
+        begins = [end - tokens for key, end, tokens in _chunks(status, start_token) if key in late]
+        return min(begins, default=None)
+
+    def _missing(self, status: Any, start_token: int) -> list[int]:
+        """Where the chunks end that the request would bring in from a pool."""
+        context = status.req_context
+        primary = self.scheduler.manager.primary_tier
+        ends: list[int] = []
+        stopped: set[int] = set()
+        for key, end, _ in _chunks(status, start_token):
+            group = key[-4:]
+            if group in stopped or primary.lookup(key, context) is not LookupResult.MISS:
+                continue
+            if any(tier.lookup(key, context) is LookupResult.HIT for tier in self.tiers):
+                ends.append(end)
+            else:
+                stopped.add(group)
+        return ends
+
+    def _forget(self, request_id: str) -> None:
+        self._checks.pop(request_id, None)
+        self._give_room_back(request_id)
+
+    def _give_room_back(self, request_id: str) -> None:
+        if self._room is not None:
+            self._room.give_back(request_id)
+
+
+def _chunks(status: Any, start_token: int) -> list[tuple[Any, int, int]]:
+    """A request's full chunks behind a token: (key, last token, tokens), group by group."""
+    return [
+        (key, (number + 1) * config.tokens_per_chunk, config.tokens_per_chunk)
+        for config, state in zip(status.config.kv_group_configs, status.group_states, strict=True)
+        for number, key in enumerate(state.offload_keys)
+        if number >= start_token // config.tokens_per_chunk
+    ]
 
 
 def _use_logging_of_vllm() -> None:

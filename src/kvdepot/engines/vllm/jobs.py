@@ -58,6 +58,11 @@ class TierJobs:
     def __len__(self) -> int:
         return len(self._moving)
 
+    @property
+    def rows_storing(self) -> int:
+        """Rows that stores keep from being used for something else."""
+        return sum(len(moving.keys) for moving in self._moving.values() if not moving.is_load)
+
     def load(
         self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks, deadline_s: float
     ) -> None:

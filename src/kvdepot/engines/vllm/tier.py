@@ -96,6 +96,9 @@ class KvdepotTier(SecondaryTierManager):
         self._events: list[OffloadingEvent] | None = self._event_list()
         #: what a request's connector knows of it, by its id: extras of its keys, or None
         self.request_extras: dict[str, bytes | None] = {}
+        # with adapters, a request that nobody has looked at may use any of them
+        adapters = self.engine and getattr(self.engine.vllm_config, "lora_config", None)
+        self._extras_unknown = None if adapters is not None else b""
         self._digest = b""
         config = offloading_spec.config
         tokens = {
@@ -196,9 +199,11 @@ class KvdepotTier(SecondaryTierManager):
         is_held = blocks.holds(
             key, req_context, pool.lookup, generation=self._generation, is_chained=True
         )
-        self.counters.add("lookup_blocks_total")
-        if is_held:
-            self.counters.add("lookup_hit_blocks_total")
+        if key not in blocks.counted:  # vLLM asks again in each step that a request waits
+            blocks.counted.add(key)
+            self.counters.add("lookup_blocks_total")
+            if is_held:
+                self.counters.add("lookup_hit_blocks_total")
         return LookupResult.HIT if is_held else LookupResult.MISS
 
     @timed
@@ -208,8 +213,8 @@ class KvdepotTier(SecondaryTierManager):
         pool = self.pool
         try:
             if pool is not None and blocks.is_cacheable:
-                rows = len(job_metadata.keys)
-                self.jobs.load(pool, job_metadata, blocks, self._deadline_s(rows))
+                length = len(job_metadata.keys) * self.region.row_bytes
+                self.jobs.load(pool, job_metadata, blocks, self.deadline_s(length))
                 return
         except Exception:
             log.exception("a load of %d chunks failed", len(job_metadata.keys))
@@ -315,14 +320,15 @@ class KvdepotTier(SecondaryTierManager):
     def _blocks(self, context: ReqContext) -> RequestBlocks:
         blocks = context.get_state(RequestBlocks)
         if blocks is None:
-            extras = self.request_extras.get(context.req_id, b"")
+            extras = self.request_extras.get(context.req_id, self._extras_unknown)
             blocks = RequestBlocks(self._digest, extras)
             if self.pool is not None:  # before, there is no digest to make keys with
                 context.set_state(blocks)
         return blocks
 
-    def _deadline_s(self, rows: int) -> float:
-        moved_s = rows * self.region.row_bytes / self.settings.load_bytes_per_s_min
+    def deadline_s(self, length_bytes: int) -> float:
+        """How long so many bytes may take to load before the request computes instead."""
+        moved_s = length_bytes / self.settings.load_bytes_per_s_min
         return self.settings.load_deadline_s + moved_s
 
     def _count_error(self, method: str) -> None:

@@ -1,0 +1,208 @@
+"""Who may bring how much into the host tier, and what tells two requests of equal tokens apart."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import tests.needs_vllm  # noqa: F401  # isort: skip
+
+from kvdepot.clock import SystemClock
+from kvdepot.engines.vllm.extras import AdapterDigests, has_known_images
+from kvdepot.engines.vllm.room import HostRoom, Turn
+from kvdepot.testing.simclock import FakeClock
+
+pytestmark = pytest.mark.vllm
+
+NOW, WAIT = Turn.NOW, Turn.WAIT
+
+
+class Host:
+    def __init__(self, rows, patience_s=10.0):
+        self.clock = FakeClock()
+        self.pinned = 0
+        self.asked = 0
+        self.room = HostRoom(
+            rows,
+            1000,
+            rows_pinned=lambda: self.pinned,
+            patience_s=lambda length: patience_s,
+            clock=self.clock,
+        )
+
+    def ask(self, name, chunks, start=0):
+        def missing():
+            self.asked += 1
+            return [start + 16 * (number + 1) for number in range(chunks)]
+
+        return self.room.ask(name, start, missing)
+
+
+def test_what_fits_goes_on_at_once_and_keeps_its_room():
+    host = Host(10)
+    assert host.ask("a", 6) == (NOW, None)
+    assert host.ask("a", 0) == (NOW, None)
+    assert host.asked == 1, "a request that has its room is not looked through again"
+
+
+def test_a_second_one_waits_for_all_that_it_needs():
+    host = Host(10)
+    host.ask("a", 6)
+    assert host.ask("b", 5) == (WAIT, None)
+    host.room.give_back("a")
+    assert host.ask("b", 5) == (NOW, None)
+
+
+def test_a_request_with_nothing_to_bring_in_never_waits():
+    host = Host(10)
+    host.ask("a", 10)
+    host.ask("b", 5)
+    assert host.ask("c", 0) == (NOW, None)
+
+
+def test_the_first_to_come_is_the_first_to_go():
+    host = Host(10)
+    host.ask("a", 6)
+    assert host.ask("b", 10) == (WAIT, None)
+    assert host.ask("c", 4) == (WAIT, None), "it would fit, and b would starve"
+    host.room.give_back("a")
+    assert host.ask("c", 4) == (WAIT, None)
+    assert host.ask("b", 10) == (NOW, None)
+    host.room.give_back("b")
+    assert host.ask("c", 4) == (NOW, None)
+
+
+def test_a_request_larger_than_the_host_tier_brings_in_what_fits():
+    host = Host(10)
+    assert host.ask("a", 25, start=32) == (NOW, 32 + 10 * 16)
+    assert "would have avoided 240 recomputed tokens" in host.room.advice()
+
+
+def test_patience_ends_and_the_request_goes_on_with_what_there_is():
+    host = Host(10, patience_s=5.0)
+    host.ask("a", 6)
+    assert host.ask("b", 8) == (WAIT, None)
+    host.clock.advance(6)
+    assert host.ask("b", 8) == (NOW, 4 * 16)
+    host.room.give_back("a")
+    host.room.give_back("b")
+    assert host.ask("c", 10) == (NOW, None), "all room has come back"
+
+
+def test_patience_ends_with_no_room_at_all_and_the_request_computes():
+    host = Host(10, patience_s=5.0)
+    host.ask("a", 10)
+    host.ask("b", 8, start=48)
+    host.clock.advance(6)
+    assert host.ask("b", 8, start=48) == (NOW, 48)
+
+
+def test_rows_that_stores_hold_are_no_room_until_they_are_written():
+    host = Host(10)
+    host.pinned = 7
+    assert host.ask("a", 5) == (WAIT, None)
+    host.pinned = 5
+    assert host.ask("a", 5) == (NOW, None)
+
+
+def test_chunks_of_several_groups_that_end_together_come_in_together():
+    host = Host(3)
+    assert host.room.ask("a", 0, lambda: [16, 16, 32, 32]) == (NOW, 16)
+
+
+def test_a_request_that_ends_while_it_waits_keeps_nobody():
+    host = Host(10)
+    host.ask("a", 10)
+    host.ask("b", 10)
+    host.room.give_back("b")
+    host.room.give_back("a")
+    host.room.give_back("a")
+    assert host.ask("c", 10) == (NOW, None)
+
+
+# --- what a request's hashes do not tell
+
+
+def image(content, identifier=None):
+    return SimpleNamespace(mm_hash=content, identifier=identifier or content)
+
+
+@pytest.mark.parametrize(
+    ("features", "is_known"),
+    [
+        (None, True),
+        ([], True),
+        ([image("ab" * 32)], True),
+        ([image("ab" * 64)], True),
+        ([image("ab" * 32, "adapter:" + "ab" * 32)], True),
+        ([image("ab" * 32), image("cat")], False),
+        ([image("cat")], False),
+        ([image(None, "ab" * 32)], False),
+        ([image("ab" * 32, "cd" * 32)], False),
+        ([image("AB" * 32)], False),
+    ],
+)
+def test_only_images_named_by_their_content_are_cached(features, is_known):
+    assert has_known_images(SimpleNamespace(mm_features=features)) is is_known
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"one")
+    return SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(folder), folder=folder)
+
+
+def digest_of(digests, adapter):
+    check = digests.check(adapter)
+    give_up_s = time.monotonic() + 20
+    while not check.is_over:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.002)
+    assert not check.is_pending(0.0)
+    return check.digest
+
+
+def test_an_adapter_is_known_by_its_content(adapter):
+    clock = SystemClock()
+    digests = AdapterDigests(clock)
+    one = digest_of(digests, adapter)
+    assert len(one) == 32
+    assert digest_of(digests, adapter) == one
+    (adapter.folder / "adapter_model.safetensors").write_bytes(b"two")
+    assert digest_of(AdapterDigests(clock), adapter) not in (None, one), "a later engine sees it"
+
+
+def test_an_adapter_that_changes_under_an_engine_is_not_cached_any_more(adapter, caplog):
+    digests = AdapterDigests(SystemClock())
+    one = digest_of(digests, adapter)
+    weights = adapter.folder / "adapter_model.safetensors"
+    weights.write_bytes(b"two")
+    assert digest_of(digests, adapter) is None
+    weights.write_bytes(b"one")
+    assert digest_of(digests, adapter) is None, "the engine may have loaded either"
+    assert caplog.text.count("have changed") == 1
+    adapter.lora_int_id = 2
+    assert digest_of(digests, adapter) == one, "loaded anew under another number"
+
+
+def test_an_adapter_that_is_not_here_is_not_cached(adapter):
+    adapter.lora_path = "no/such-adapter"
+    assert digest_of(AdapterDigests(SystemClock()), adapter) is None
+
+
+def test_a_request_waits_for_the_look_at_its_adapter_only_so_long():
+    clock = FakeClock()
+    check = AdapterDigests(clock)
+    check._thread = object()  # type: ignore[assignment]  # nobody looks
+    question = check.check(SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="x"))
+    assert question.is_pending(clock.monotonic_s())
+    clock.advance(0.6)
+    assert not question.is_pending(clock.monotonic_s())
+    assert question.digest is None
+    later = check.check(SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="x"))
+    assert not later.is_pending(clock.monotonic_s()), "while one look hangs, nobody waits"
