@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import subprocess
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -149,14 +152,10 @@ def test_a_deleted_pool(server, pool):
 
 
 def test_a_full_disk(server, pool):
-    if not pool.parent.is_mount():
-        pytest.skip("filling a disk needs a small one, and mounting that needs root")
     prompt = prompt_of("before it is full")
     computed, _ = stored(server, pool, prompt)
     dropped = server.metric("kvdepot_dropped_pool_full_total")
-    filler = pool.parent / "filler"
-    try:
-        fill(filler)
+    with no_room(server, pool.parent):
         # what is there is still of use
         found = server.ask(prompt)
         assert found.tokens == computed.tokens
@@ -164,19 +163,51 @@ def test_a_full_disk(server, pool):
         server.ask(prompt_of("full"))
         server.wait_for(dropped + 1, "kvdepot_dropped_pool_full_total")
         assert server.is_up()
-    finally:
-        filler.unlink()
     # after trouble the pool takes no stores for some seconds
     wait_until_something_is_stored(server, pool)
     check_that_the_pool_is_of_use(server, pool, "full")
 
 
-def fill(path):
-    """Write until the disk is full."""
+@contextmanager
+def no_room(server, disk):
+    """Fill the disk if it is a small one of our own; else limit the files that its writer can make."""
+    if disk.is_mount():
+        filler = disk / "filler"
+        try:
+            with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+                write_without_end(file)
+            yield
+        finally:
+            filler.unlink()
+        return
+    worker = worker_of(server)
+    before = resource.prlimit(worker, resource.RLIMIT_FSIZE)
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, before)
 
-    def write_on(file):
-        while True:
-            file.write(bytes(1 << 16))
 
-    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        write_on(file)
+def write_without_end(file):
+    while True:
+        file.write(bytes(1 << 16))
+
+
+def worker_of(server):
+    """The process that does the pool's I/O for a server."""
+    found = [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and is_worker(entry, server.process.pid)
+    ]
+    (worker,) = found
+    return worker
+
+
+def is_worker(entry, group):
+    try:
+        command = (entry / "cmdline").read_bytes()
+        return b"kvdepot.pool.worker_child" in command and os.getpgid(int(entry.name)) == group
+    except OSError:
+        return False  # it has just ended
