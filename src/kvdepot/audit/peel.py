@@ -1,0 +1,138 @@
+"""Pass 4: prove it. Make the edit on all requests, run the traffic again, keep what pays, look again.
+
+Breaks mask each other: behind a request id a shuffled list is invisible, and moving the id alone may
+bring nothing. So an edit that does not pay yet is kept for a few rounds, and counts if the next one
+makes up for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvdepot.audit.edits import Edit
+from kvdepot.audit.sites import Site, Survey, survey
+from kvdepot.audit.traffic import Measure, Traffic, Workshop
+
+__all__ = ["THRESHOLD", "Peeling", "Step", "peel"]
+
+#: share of the input tokens that an edit must prove to be kept
+THRESHOLD = 0.01
+_ROUNDS = 12
+_TENTATIVE = 3
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """One edit of the waterfall."""
+
+    site: Site
+    edit: Edit
+    before: Measure
+    after: Measure
+    #: tokens that this edit alone brings
+    alone: int = 0
+    #: an example request before and after: bodies
+    example: int = -1
+
+    @property
+    def proved(self) -> int:
+        """Reused tokens more than before, less the input tokens that the edit adds."""
+        added = max(0, self.after.input_tokens - self.before.input_tokens)
+        return self.after.reused_tokens - self.before.reused_tokens - added
+
+
+@dataclasses.dataclass(slots=True)
+class Peeling:
+    """What was found and proved."""
+
+    base: Survey
+    now: Measure
+    steps: list[Step]
+    #: sites that no edit repairs, or whose edits bring less than the threshold
+    unproved: list[Site]
+    edited: Traffic
+
+
+def peel(traffic: Traffic, workshop: Workshop, *, threshold: float = THRESHOLD) -> Peeling:
+    """Find the edits that pay, in the order in which they unmask each other."""
+    base = survey(traffic, workshop)
+    now = Measure(base.log.total, int(base.hit_tokens.sum()))
+    peeler = _Peeler(workshop, traffic, now, max(1, round(threshold * now.input_tokens)))
+    peeler.run(base)
+    for step in peeler.steps:
+        if len(peeler.steps) == 1:
+            step.alone = step.proved
+        else:
+            alone = workshop.measure(step.edit.apply(traffic))
+            step.alone = Step(step.site, step.edit, now, alone).proved
+    return Peeling(base, now, peeler.steps, peeler.unproved(), peeler.kept)
+
+
+class _Peeler:
+    def __init__(self, workshop: Workshop, traffic: Traffic, now: Measure, least: int) -> None:
+        self._workshop = workshop
+        self._least = least
+        self.kept = traffic
+        self._measure = now
+        self.steps: list[Step] = []
+        self._tentative: list[Step] = []
+        self._tried: set[tuple[str, str, str]] = set()
+        self._seen: dict[tuple[str, str, str], Site] = {}
+
+    def run(self, first: Survey) -> None:
+        """Go on until no site is left that may pay."""
+        work, measure, found = self.kept, self._measure, first
+        for _ in range(_ROUNDS):
+            site = self._next(found)
+            if site is None or len(self._tentative) > _TENTATIVE:
+                if not self._tentative:
+                    return
+                # what was tried did not pay: go on without it
+                self._tentative = []
+                work, measure = self.kept, self._measure
+                found = survey(work, self._workshop)
+                continue
+            self._tried.add(site.key)
+            step, after = self._best(site, work, measure)
+            if step is None:
+                continue
+            work, measure = after, step.after
+            self._tentative.append(step)
+            if sum(each.proved for each in self._tentative) >= self._least:
+                self.steps += self._tentative
+                self._tentative = []
+                self.kept, self._measure = work, measure
+            found = survey(work, self._workshop)
+
+    def _next(self, found: Survey) -> Site | None:
+        for site in found.sites:
+            if site.estimate >= self._least:
+                self._seen.setdefault(site.key, site)
+        return next(
+            (
+                site
+                for site in found.sites
+                if site.estimate >= self._least and site.edits and site.key not in self._tried
+            ),
+            None,
+        )
+
+    def _best(
+        self, site: Site, work: Traffic, measure: Measure
+    ) -> tuple[Step | None, Traffic]:
+        """The edit of a site that brings most; None if each makes it worse."""
+        best: Step | None = None
+        kept = work
+        for edit in site.edits:
+            after = edit.apply(work)
+            step = Step(site, edit, measure, self._workshop.measure(after), 0, site.example[0])
+            if best is None or step.proved > best.proved:
+                best, kept = step, after
+        if best is None or best.proved < -self._least:
+            return None, work
+        return best, kept
+
+    def unproved(self) -> list[Site]:
+        """Sites with enough to win that are in no step."""
+        done = {step.site.key for step in self.steps}
+        return [site for key, site in self._seen.items() if key not in done]
