@@ -13,12 +13,31 @@ from kvdepot.audit.edits import Edit
 from kvdepot.audit.sites import Site, Survey, survey
 from kvdepot.audit.traffic import Measure, Traffic, Workshop
 
-__all__ = ["THRESHOLD", "Peeling", "Step", "peel"]
+__all__ = ["THRESHOLD", "Peeling", "Step", "peel", "proved_tokens"]
 
 #: share of the input tokens that an edit must prove to be kept
 THRESHOLD = 0.01
 _ROUNDS = 12
 _TENTATIVE = 3
+#: edits that write the same in another way; shorter prompts are then no loss of reuse
+_REWRITINGS = ("canonical_json", "canonical_tools", "normal_text")
+#: edits that make prompts longer: what they add counts against what they bring
+_ADDING = ("wide_window", "every_tool")
+
+
+def proved_tokens(before: Measure, after: Measure, what: str) -> int:
+    """What an edit brings: reused tokens more than before.
+
+    Input tokens that the edit adds are taken off where it adds content. Where it only writes the same
+    in fewer tokens, reuse is compared at the new length.
+    """
+    added = after.input_tokens - before.input_tokens
+    gain = after.reused_tokens - before.reused_tokens
+    if what in _REWRITINGS and added < 0:
+        return after.reused_tokens - round(
+            before.reused_tokens * after.input_tokens / before.input_tokens
+        )
+    return gain - max(0, added) if what in _ADDING else gain
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,9 +55,8 @@ class Step:
 
     @property
     def proved(self) -> int:
-        """Reused tokens more than before, less the input tokens that the edit adds."""
-        added = max(0, self.after.input_tokens - self.before.input_tokens)
-        return self.after.reused_tokens - self.before.reused_tokens - added
+        """Tokens that the edit brings behind those before it; see `proved_tokens`."""
+        return proved_tokens(self.before, self.after, self.edit.what)
 
 
 @dataclasses.dataclass(slots=True)
@@ -133,6 +151,7 @@ class _Peeler:
         return best, kept
 
     def unproved(self) -> list[Site]:
-        """Sites with enough to win that are in no step."""
+        """Sites with enough to win that are in no step, those without an edit first."""
         done = {step.site.key for step in self.steps}
-        return [site for key, site in self._seen.items() if key not in done]
+        left = [site for key, site in self._seen.items() if key not in done]
+        return sorted(left, key=lambda site: (bool(site.edits), -site.estimate))

@@ -27,6 +27,8 @@ __all__ = ["NOTHING_TOKENS", "Site", "Survey", "survey"]
 NOTHING_TOKENS = 64
 #: pairs that are looked at in one survey; more are sampled
 _PAIRS_MAX = 1500
+#: a cause whose copies already make up this share of the input needs no probe
+_PROBE_BELOW = 0.01
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,11 +74,15 @@ def survey(traffic: Traffic, workshop: Workshop) -> Survey:
     blocks = workshop.blocks(log)
     hits = blocks.hit_tokens()
     exact, prefix_donors = exact_hits(log, blocks)
-    shared = shared_bodies(log, hits)
+    shared = shared_bodies(log, exact)
     looker = _Looker(traffic, prompts, log, hits, prefix_donors, shared.copied, shared.donors)
     now = int(hits.sum())
     sites = [*_extra_sites(traffic, workshop, log, now), *looker.sites()]
-    sites += _probed_sites(traffic, workshop, now, {site.cause for site in sites})
+    found = Counter({site.cause: 0 for site in sites})
+    for site in sites:
+        found[site.cause] += site.estimate
+    known = {cause for cause, estimate in found.items() if estimate >= _PROBE_BELOW * log.total}
+    sites += _probed_sites(traffic, workshop, now, log.total, known)
     sites.sort(key=lambda site: -site.estimate)
     return Survey(sites, prompts, log, hits, exact, shared.copied)
 
@@ -118,7 +124,9 @@ _PROBES = {
 }
 
 
-def _probed_sites(traffic: Traffic, workshop: Workshop, now: int, known: set[str]) -> list[Site]:
+def _probed_sites(
+    traffic: Traffic, workshop: Workshop, now: int, total: int, known: set[str]
+) -> list[Site]:
     """Sites found by making the edit: what it gains is the estimate."""
     sites = []
     for cause, make in _PROBES.items():
@@ -134,6 +142,7 @@ def _probed_sites(traffic: Traffic, workshop: Workshop, now: int, known: set[str
         if not changed:
             continue
         measure = workshop.measure(after)
+        was = round(now * min(1.0, measure.input_tokens / max(total, 1)))
         first = changed[0]
         pairs = zip(traffic.bodies[first]["messages"], after.bodies[first]["messages"], strict=True)
         index = next((n for n, (one, other) in enumerate(pairs) if one != other), 0)
@@ -143,7 +152,7 @@ def _probed_sites(traffic: Traffic, workshop: Workshop, now: int, known: set[str
                 cause,
                 "tools" if cause == "tool_keys" else place_of(f"messages[{index}]", roles),
                 (cause, "probe", ""),
-                measure.reused_tokens - now,
+                measure.reused_tokens - was,
                 f"{len(changed)} requests are written in another way",
                 changed,
                 (first, -1),
@@ -400,9 +409,8 @@ def _value_edits(
 ) -> list[Edit]:
     chosen = []
     if told.cause in ("rollout", "ab_test") and variants is not None and seen:
-        latest = seen[-1][1].value
-        counts = Counter(each.value for _, each in seen)
-        targets = [latest] if told.cause == "rollout" else list(counts)
+        # the latest version first; which one fills blocks best is by chance
+        targets = dict.fromkeys(each.value for _, each in reversed(seen))
         chosen += [edits.align(variants, each) for each in targets if each in variants.texts]
     if span is not None:
         chosen.append(edits.move(span))

@@ -175,8 +175,9 @@ def pieces(text: str, split: str) -> list[_Piece]:
 def reordered(left: str, right: str) -> str | None:
     """The way of splitting by which two texts hold the same pieces in another order, or None.
 
-    At least two pieces must have changed places, and pieces that both have must make up half of the
-    shorter text.
+    At least two pieces must have changed places, and the pieces that both have must make up half of the
+    shorter text; nearly all of the longer one where nothing but line ends marks the pieces, because prose
+    that overlaps by chance has lines in common as well.
     """
     for split in _SPLITS:
         ours, theirs = pieces(left, split), pieces(right, split)
@@ -189,9 +190,9 @@ def reordered(left: str, right: str) -> str | None:
             continue
         inversions = sum(later < earlier for earlier, later in zip(order, order[1:], strict=False))
         size = sum(len(piece.key) for piece in common)
-        if inversions and 2 * size >= min(
-            sum(len(piece.key) for piece in ours), sum(len(piece.key) for piece in theirs)
-        ):
+        sizes = [sum(len(piece.key) for piece in each) for each in (ours, theirs)]
+        least = 0.8 * max(sizes) if split in ("lines", "paragraphs") else 0.5 * min(sizes)
+        if inversions and size >= least:
             return split
     return None
 
