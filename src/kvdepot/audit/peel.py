@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from kvdepot.audit.edits import Edit
 from kvdepot.audit.sites import Site, Survey, survey
 from kvdepot.audit.traffic import Measure, Traffic, Workshop
 
-__all__ = ["THRESHOLD", "Peeling", "Step", "peel", "proved_tokens"]
+__all__ = ["THRESHOLD", "Peeling", "Step", "peel", "peel_sampled", "proved_tokens"]
 
 #: share of the input tokens that an edit must prove to be kept
 THRESHOLD = 0.01
@@ -50,8 +52,6 @@ class Step:
     after: Measure
     #: tokens that this edit alone brings
     alone: int = 0
-    #: an example request before and after: bodies
-    example: int = -1
 
     @property
     def proved(self) -> int:
@@ -84,6 +84,64 @@ def peel(traffic: Traffic, workshop: Workshop, *, threshold: float = THRESHOLD) 
             alone = workshop.measure(step.edit.apply(traffic))
             step.alone = Step(step.site, step.edit, now, alone).proved
     return Peeling(base, now, peeler.steps, peeler.unproved(), peeler.kept)
+
+
+def peel_sampled(
+    traffic: Traffic, workshop: Workshop, *, threshold: float = THRESHOLD, requests: int
+) -> Peeling:
+    """Search in whole sessions of about so many requests, and prove on all.
+
+    The edits that the sample found are made on the whole traffic one after the other, and measured.
+    """
+    chosen = _sample(traffic, requests)
+    found = peel(traffic.selected(chosen), workshop, threshold=threshold)
+    base = survey(traffic, workshop)
+    now = Measure(base.log.total, int(base.hit_tokens.sum()))
+    work, before = traffic, now
+    steps = []
+    for step in found.steps:
+        work = step.edit.apply(work)
+        after = workshop.measure(work)
+        site = _in_whole(step.site, base, chosen)
+        alone = workshop.measure(step.edit.apply(traffic)) if len(found.steps) > 1 else after
+        steps.append(
+            Step(site, step.edit, before, after, proved_tokens(now, alone, step.edit.what))
+        )
+        before = after
+    done = {step.site.key for step in steps}
+    left = [site for site in base.sites if site.key not in done and not site.edits]
+    left += [_in_whole(site, base, chosen) for site in found.unproved if site.edits]
+    return Peeling(base, now, steps, left, work)
+
+
+def _sample(traffic: Traffic, requests: int) -> list[int]:
+    """Requests of whole sessions, chosen evenly; the same at every call."""
+    groups: dict[int, list[int]] = {}
+    for number, session in enumerate(traffic.sessions):
+        groups.setdefault(session if session >= 0 else -2 - number, []).append(number)
+    order = np.random.default_rng(0).permutation(len(groups))
+    ordered = list(groups.values())
+    chosen: list[int] = []
+    for each in order:
+        chosen += ordered[each]
+        if len(chosen) >= requests:
+            break
+    return sorted(chosen)
+
+
+def _in_whole(site: Site, base: Survey, chosen: list[int]) -> Site:
+    """A site of the sample as one of the whole: its own numbers where the whole has the same site."""
+    same = next((each for each in base.sites if each.key == site.key), None)
+    if same is not None and same.cause == site.cause:
+        return same
+    return dataclasses.replace(
+        site,
+        requests=[chosen[each] for each in site.requests],
+        example=(
+            chosen[site.example[0]] if site.example[0] >= 0 else -1,
+            chosen[site.example[1]] if site.example[1] >= 0 else -1,
+        ),
+    )
 
 
 class _Peeler:
@@ -143,7 +201,7 @@ class _Peeler:
         kept = work
         for edit in site.edits:
             after = edit.apply(work)
-            step = Step(site, edit, measure, self._workshop.measure(after), 0, site.example[0])
+            step = Step(site, edit, measure, self._workshop.measure(after))
             if best is None or step.proved > best.proved:
                 best, kept = step, after
         if best is None or best.proved < -self._least:

@@ -65,6 +65,8 @@ class Survey(NamedTuple):
     hit_tokens: Ints
     exact_tokens: Ints
     copied: Ints
+    #: (requests,): the earlier request that shares most, -1 for none
+    donors: Ints
 
 
 def survey(traffic: Traffic, workshop: Workshop) -> Survey:
@@ -84,7 +86,8 @@ def survey(traffic: Traffic, workshop: Workshop) -> Survey:
     known = {cause for cause, estimate in found.items() if estimate >= _PROBE_BELOW * log.total}
     sites += _probed_sites(traffic, workshop, now, log.total, known)
     sites.sort(key=lambda site: -site.estimate)
-    return Survey(sites, prompts, log, hits, exact, shared.copied)
+    donors = np.where(shared.copied > exact, shared.donors, prefix_donors)
+    return Survey(sites, prompts, log, hits, exact, shared.copied, donors)
 
 
 def _extra_sites(traffic: Traffic, workshop: Workshop, log: TokenLog, now: int) -> list[Site]:
