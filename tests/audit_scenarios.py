@@ -1,29 +1,21 @@
-"""Planted faults for the audit: traffic with one known fault (or none), and the same after the edit.
+"""Planted faults of single prompts: causes 1 to 14 of the classifier table, and two at once.
 
-Each of the causes of the classifier table has at least one. They were written before the classifiers,
-and those in `BLIND` were not looked at while the classifiers were made: `tests/test_audit_planted.py`
-reports the two scores apart.
+Each cause has at least one. They were written before the classifiers; `tests/test_audit_planted.py`
+reports the score of the blind ones apart.
 """
 
 from __future__ import annotations
 
 import copy
-import datetime
-import hashlib
 import json
-import random
 import unicodedata
 import uuid
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
+from tests.audit_planted import Planted, behind, clock, in_front, scenario
 from tests.audit_traffic import (
-    START,
     WORDS,
-    Row,
     chats,
     edited,
-    last_user,
     passage,
     question,
     sentence,
@@ -31,53 +23,6 @@ from tests.audit_traffic import (
     singles,
     tools,
 )
-
-
-class Planted(NamedTuple):
-    """Traffic and the truth about it."""
-
-    rows: list[Row]
-    #: slug of the cause that must come first, or "none"
-    cause: str
-    #: how the finding's place must begin; "" where there is no place in a prompt
-    place: str
-    #: the same traffic after the right edit; None where no edit of the prompt is the answer
-    fixed: list[Row] | None = None
-    #: further arguments of the audit
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-
-Maker = Callable[[random.Random], Planted]
-SCENARIOS: dict[str, Maker] = {}
-BLIND: set[str] = set()
-
-
-def scenario(*, blind: bool = False) -> Callable[[Maker], Maker]:
-    def register(maker: Maker) -> Maker:
-        SCENARIOS[maker.__name__] = maker
-        if blind:
-            BLIND.add(maker.__name__)
-        return maker
-
-    return register
-
-
-def planted(name: str) -> Planted:
-    """The scenario of this name; the same at every call."""
-    return SCENARIOS[name](random.Random(f"planted {name}"))
-
-
-def in_front(row: Row, text: str, message: int = 0) -> None:
-    row["messages"][message]["content"] = text + row["messages"][message]["content"]
-
-
-def behind(row: Row, text: str) -> None:
-    last_user(row)["content"] += text
-
-
-def clock(row: Row) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(row["timestamp"], datetime.UTC)
-
 
 # --- nothing wrong
 
@@ -132,14 +77,16 @@ def two_adapters(rng):
 
 @scenario()
 def tools_in_any_order(rng):
-    base = edited(singles(rng), lambda row, _, all_=tools(rng): row.update(tools=all_))
+    everything = tools(rng)
+    base = edited(singles(rng), lambda row, _: row.update(tools=everything))
     rows = edited(base, lambda row, _: row.update(tools=rng.sample(row["tools"], 9)))
     return Planted(rows, "tool_order", "tools", base)
 
 
 @scenario()
 def tool_keys_in_any_order(rng):
-    base = edited(singles(rng), lambda row, _, all_=tools(rng): row.update(tools=all_))
+    everything = tools(rng)
+    base = edited(singles(rng), lambda row, _: row.update(tools=everything))
     rows = edited(base, lambda row, _: row.update(tools=shuffled_keys(rng, row["tools"])))
     return Planted(rows, "tool_keys", "tools", base)
 
@@ -163,7 +110,7 @@ def folder_in_a_schema(rng):
 
     def say(row, _):
         first = row["tools"][1]["function"]["parameters"]["properties"]
-        field = first[sorted(first)[0]]
+        field = first[min(first)]
         field["description"] += f" Relative to {rng.choice(folders)} only."
 
     return Planted(edited(base, say), "tool_set", "tools", base)
@@ -252,7 +199,8 @@ def counter_before_document(rng):
     base = singles(rng)
     rows = edited(base, lambda row, i: in_front(row, f"Job no. {48211 + i} of today\n\n", 1))
     fixed = edited(
-        base, lambda row, i: (in_front(row, "Job no.  of today\n\n", 1), behind(row, f"\n{48211 + i}"))
+        base,
+        lambda row, i: (in_front(row, "Job no.  of today\n\n", 1), behind(row, f"\n{48211 + i}")),
     )
     return Planted(rows, "request_id", "messages[1]", fixed)
 
@@ -262,9 +210,7 @@ def nonce_in_chat_system(rng):
     base = chats(rng)
     nonces = [f"{rng.getrandbits(64):016x}" for _ in base]
     rows = edited(base, lambda row, i: in_front(row, f"nonce={nonces[i]};\n"))
-    fixed = edited(
-        base, lambda row, i: (in_front(row, "nonce=;\n"), behind(row, f"\n{nonces[i]}"))
-    )
+    fixed = edited(base, lambda row, i: (in_front(row, "nonce=;\n"), behind(row, f"\n{nonces[i]}")))
     return Planted(rows, "request_id", "messages[0]", fixed)
 
 
@@ -281,7 +227,10 @@ def user_profile_in_system(rng):
     rows = edited(base, lambda row, _: in_front(row, f"You talk to {profiles[row['user']]}.\n"))
     fixed = edited(
         base,
-        lambda row, _: (in_front(row, "You talk to .\n"), behind(row, f"\n{profiles[row['user']]}")),
+        lambda row, _: (
+            in_front(row, "You talk to .\n"),
+            behind(row, f"\n{profiles[row['user']]}"),
+        ),
     )
     return Planted(rows, "per_user", "messages[0]", fixed)
 
@@ -307,9 +256,7 @@ def locale_in_system(rng):
     base = singles(rng)
     chosen = [rng.choice(["en-US", "de-DE", "fr-FR", "zh-CN", "ja-JP", "pt-BR"]) for _ in base]
     rows = edited(base, lambda row, i: in_front(row, f"locale={chosen[i]}\n"))
-    fixed = edited(
-        base, lambda row, i: (in_front(row, "locale=\n"), behind(row, f"\n{chosen[i]}"))
-    )
+    fixed = edited(base, lambda row, i: (in_front(row, "locale=\n"), behind(row, f"\n{chosen[i]}")))
     return Planted(rows, "environment", "messages[0]", fixed)
 
 
@@ -432,7 +379,9 @@ def json_keys_in_a_message(rng):
         row["messages"][1]["content"] = f"Facts:\n{json.dumps(value)}\n\n{asked[i]}"
 
     rows = edited(base, lambda row, i: put(row, i, shuffled_keys(rng, chosen[i])))
-    return Planted(rows, "json_form", "messages[1]", edited(base, lambda r, i: put(r, i, chosen[i])))
+    return Planted(
+        rows, "json_form", "messages[1]", edited(base, lambda r, i: put(r, i, chosen[i]))
+    )
 
 
 @scenario(blind=True)
@@ -533,175 +482,6 @@ def title_before_knowledge(rng):
         base, lambda row, i: (in_front(row, "# Chat about: \n\n"), behind(row, f"\n{titles[i]}"))
     )
     return Planted(rows, "question_first", "messages[0]", fixed)
-
-
-# --- 15 to 19 histories
-
-
-@scenario()
-def window_of_four_turns(rng):
-    base = chats(rng, turns=10)
-
-    def slide(row, _):
-        turns = (len(row["messages"]) - 2) // 2
-        if turns > 4:
-            del row["messages"][1 : 1 + 2 * (turns - 4)]
-
-    return Planted(edited(base, slide), "window", "messages[1]")
-
-
-def _thinking(rng, base, *, keep_last):
-    thoughts: dict[str, str] = {}
-
-    def think(row, _):
-        answers = [each for each in row["messages"] if each["role"] == "assistant"]
-        for answer in answers[-1:] if keep_last else []:
-            text = thoughts.setdefault(answer["content"], passage(rng, 50))
-            answer["content"] = f"<think>\n{text}\n</think>\n\n{answer['content']}"
-
-    return edited(base, think)
-
-
-@scenario()
-def reasoning_kept_once(rng):
-    base = chats(rng)
-    return Planted(_thinking(rng, base, keep_last=True), "reasoning", "messages[", base)
-
-
-@scenario(blind=True)
-def reasoning_field_kept_once(rng):
-    base = chats(rng)
-    thoughts: dict[str, str] = {}
-
-    def think(row, _):
-        for answer in [each for each in row["messages"] if each["role"] == "assistant"][-1:]:
-            answer["reasoning_content"] = thoughts.setdefault(answer["content"], passage(rng, 50))
-
-    return Planted(edited(base, think), "reasoning", "messages[", base)
-
-
-def _agents(rng, *, arguments):
-    """Sessions whose answers call a tool; `arguments` writes the arguments, given (value, is_last)."""
-    base = chats(rng, sessions=10, turns=8, answer_words=20)
-    calls: dict[str, Row] = {}
-
-    def act(row, _):
-        answers = [each for each in row["messages"] if each["role"] == "assistant"]
-        for answer in answers:
-            value = calls.setdefault(
-                answer["content"],
-                {word: sentence(rng, 8) for word in rng.sample(WORDS, 8)},
-            )
-            answer["tool_calls"] = [
-                {
-                    "id": f"call_{hashlib.sha256(answer['content'].encode()).hexdigest()[:8]}",
-                    "type": "function",
-                    "function": {
-                        "name": "find",
-                        "arguments": arguments(value, answer is answers[-1]),
-                    },
-                }
-            ]
-
-    return edited(base, act)
-
-
-@scenario()
-def arguments_written_again(rng):
-    state = rng.getstate()
-    rows = _agents(rng, arguments=lambda value, last: json.dumps(value, indent=2 if last else None))
-    rng.setstate(state)
-    fixed = _agents(rng, arguments=lambda value, _: json.dumps(value))
-    return Planted(rows, "answer_rewritten", "messages[", fixed)
-
-
-@scenario()
-def summary_every_few_turns(rng):
-    base = chats(rng, turns=12)
-    summaries: dict[tuple[str, int], str] = {}
-
-    def compact(row, _):
-        turns = (len(row["messages"]) - 2) // 2
-        cut = turns // 3 * 3
-        if cut:
-            text = summaries.setdefault((row["session_id"], cut), passage(rng, 50))
-            row["messages"][1 : 1 + 2 * cut] = [
-                {"role": "user", "content": f"Summary of what was said:\n{text}"},
-                {"role": "assistant", "content": "Understood."},
-            ]
-
-    return Planted(edited(base, compact), "compaction", "messages[1]")
-
-
-@scenario()
-def results_cut_later(rng):
-    base = chats(rng, sessions=12, turns=8, answer_words=30)
-
-    def results(row, *, cut):
-        answers = [each for each in row["messages"] if each["role"] == "assistant"]
-        for answer in answers:
-            made = random.Random(answer["content"])
-            text = passage(made, 160)
-            is_old = answer is not answers[-1]
-            answer["role"] = "tool"
-            answer["tool_call_id"] = "c"
-            answer["content"] = text[:120] + " [cut]" if cut or is_old else text
-
-    rows = edited(base, lambda row, _: results(row, cut=False))
-    return Planted(
-        rows, "edited_later", "messages[", edited(base, lambda row, _: results(row, cut=True))
-    )
-
-
-# --- 20 pictures
-
-
-@scenario()
-def picture_encoded_again(rng):
-    base = chats(rng, sessions=12, turns=6, words=200)
-
-    def picture(row, noise):
-        first = row["messages"][1]
-        data = hashlib.sha256(f"{row['session_id']} {noise}".encode()).hexdigest()
-        first["content"] = [
-            {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}},
-            {"type": "text", "text": first["content"]},
-        ]
-
-    rows = edited(base, lambda row, i: picture(row, i))
-    fixed = edited(base, lambda row, _: picture(row, ""))
-    return Planted(rows, "media", "messages[1]", fixed)
-
-
-# --- 21 to 23 not the prompt's fault
-
-
-@scenario()
-def all_at_once(rng):
-    base = singles(rng, documents=4, requests=96, words=1500)
-    # each document is asked about by 24 requests within a few milliseconds
-    rows = edited(base, lambda row, i: row.update(timestamp=START + i // 24 * 600 + i % 24 * 0.001))
-    for number, row in enumerate(rows):
-        row["messages"][1]["content"] = base[number // 24]["messages"][1]["content"].replace(
-            "Question:", f"Question ({question(rng)}):"
-        )
-    return Planted(rows, "too_early", "", options={"prefill_tokens_per_s": 5000.0})
-
-
-@scenario()
-def engine_forgets(rng):
-    rows = singles(rng)
-
-    def usage(row, i):
-        row["usage"] = {"prompt_tokens_details": {"cached_tokens": 0 if i % 3 else 64}}
-
-    return Planted(edited(rows, usage), "evicted", "")
-
-
-@scenario(blind=True)
-def prompts_below_a_block(rng):
-    rows = singles(rng, documents=30, words=130, system_words=20, requests=150)
-    return Planted(rows, "granularity", "", options={"block_tokens": 1024})
 
 
 # --- two at once

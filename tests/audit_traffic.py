@@ -12,16 +12,61 @@ from typing import Any
 
 Row = dict[str, Any]
 
-_ONSETS = ["b", "br", "c", "d", "dr", "f", "fl", "g", "gr", "h", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v", "w"]  # noqa: E501
+_ONSETS = [
+    "b",
+    "br",
+    "c",
+    "d",
+    "dr",
+    "f",
+    "fl",
+    "g",
+    "gr",
+    "h",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "pl",
+    "r",
+    "s",
+    "st",
+    "t",
+    "tr",
+    "v",
+    "w",
+]
 _VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "io", "ou"]
 _CODAS = ["", "l", "m", "n", "nd", "r", "rk", "s", "st", "t", "x"]
-_COMMON = "the of and to in is for that with as it on by are be this from at or which".split()
+_COMMON = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "for",
+    "that",
+    "with",
+    "as",
+    "it",
+    "on",
+    "by",
+    "are",
+    "be",
+    "this",
+    "from",
+    "at",
+    "or",
+    "which",
+]
 
 
 def vocabulary(seed: int = 7, words: int = 900) -> list[str]:
     """Invented words, the common ones of English between them so that lines look like prose."""
     rng = random.Random(f"vocabulary {seed}")
-    made = set()
+    made: set[str] = set()
     while len(made) < words:
         made.add(
             "".join(
@@ -113,7 +158,7 @@ def chats(
     """Conversations that grow by an answer and a question a turn; two about each document."""
     system = "You are a patient helper.\n" + passage(rng, system_words)
     texts = [passage(rng, words) for _ in range((sessions + 1) // 2)]
-    rows = []
+    rows: list[Row] = []
     for session in range(sessions):
         history: list[Row] = [{"role": "system", "content": system}]
         at = rng.uniform(0, 1800)
@@ -133,10 +178,14 @@ def chats(
             )
             history.append({"role": "assistant", "content": passage(rng, answer_words)})
             at += rng.uniform(20, 120)
-    rows.sort(key=lambda row: row["timestamp"])
+    rows.sort(key=_time_of)
     for number, row in enumerate(rows):
         row["request_id"] = f"r{number:05d}"
     return rows
+
+
+def _time_of(row: Row) -> float:
+    return float(row["timestamp"])
 
 
 def tools(rng: random.Random, count: int = 9) -> list[Row]:

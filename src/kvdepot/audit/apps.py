@@ -49,7 +49,9 @@ def app_rows(traffic: Traffic, survey: Survey, donors: Ints, *, show_values: boo
         groups[root(number)].append(number)
     lengths = survey.log.lengths
     rows = []
-    for rank, group in enumerate(sorted(groups.values(), key=lambda each: -int(lengths[each].sum()))):
+    for rank, group in enumerate(
+        sorted(groups.values(), key=lambda each: -int(lengths[each].sum()))
+    ):
         usual = Counter(names[each] for each in group).most_common(1)[0][0]
         rows.append(
             AppRow(

@@ -64,7 +64,7 @@ def _sums(values: Ints, starts: Ints) -> Ints:
 
 
 def block_log(
-    keys: Ints, starts: Ints, tokens: Ints, lengths: Ints, times_s: Reals, sessions: Ints
+    keys: Ints, starts: Ints, *, tokens: Ints, lengths: Ints, times_s: Reals, sessions: Ints
 ) -> BlockLog:
     """Number the blocks of chained keys.
 
@@ -85,9 +85,7 @@ def block_log(
     blocks[order] = np.cumsum(is_new) - 1
     first_touch = order[is_new]  # stable: the first of equal keys is the earliest
     requests_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    return BlockLog(
-        blocks, starts, tokens, lengths, times_s, sessions, first_touch, requests_of
-    )
+    return BlockLog(blocks, starts, tokens, lengths, times_s, sessions, first_touch, requests_of)
 
 
 def chained(ids: Sequence[Sequence[int]], salts: Sequence[int] | None = None) -> list[list[int]]:

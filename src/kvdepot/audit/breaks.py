@@ -124,9 +124,7 @@ def _tools_break(pair: _Pair, part: Part, at: int) -> Break | None:
     change = tool_change(ours, theirs)
     if change is None:
         return None
-    return Break(
-        pair.request, pair.donor, change.cause, "tools", at, pair.estimate, change.detail
-    )
+    return Break(pair.request, pair.donor, change.cause, "tools", at, pair.estimate, change.detail)
 
 
 def _glue(pair: _Pair, at: int) -> tuple[str]:
@@ -143,7 +141,11 @@ def _moved_messages(pair: _Pair, at: int) -> Break | None:
     index = next(
         (n for n, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), -1
     )
-    if index < 0 or ours[index] not in theirs[index + 1 :] or theirs[index] not in ours[index + 1 :]:
+    if (
+        index < 0
+        or ours[index] not in theirs[index + 1 :]
+        or theirs[index] not in ours[index + 1 :]
+    ):
         return None
     return Break(
         pair.request, pair.donor, "piece_order", f"messages[{index}]", at, pair.estimate, "messages"

@@ -14,9 +14,41 @@ from kvdepot.audit.records import Body, Record, parse_time
 
 __all__ = ["chat_records", "is_cut", "is_int_list"]
 
-_WRAPPERS = ("body", "request", "requestBody", "request_body", "kwargs", "input", "proxy_server_request", "properties", "data")  # noqa: E501
-_TIMES = ("timestamp", "time", "ts", "start_time", "startTime", "request_time", "created_at", "created", "TimeGenerated", "startTimeUnixNano", "datetime")  # noqa: E501
-_SESSIONS = ("session_id", "sessionId", "session", "conversation_id", "chat_id", "thread_id", "gen_ai.conversation.id", "trace_id", "traceId")  # noqa: E501
+_WRAPPERS = (
+    "body",
+    "request",
+    "requestBody",
+    "request_body",
+    "kwargs",
+    "input",
+    "proxy_server_request",
+    "properties",
+    "data",
+)
+_TIMES = (
+    "timestamp",
+    "time",
+    "ts",
+    "start_time",
+    "startTime",
+    "request_time",
+    "created_at",
+    "created",
+    "TimeGenerated",
+    "startTimeUnixNano",
+    "datetime",
+)
+_SESSIONS = (
+    "session_id",
+    "sessionId",
+    "session",
+    "conversation_id",
+    "chat_id",
+    "thread_id",
+    "gen_ai.conversation.id",
+    "trace_id",
+    "traceId",
+)
 _USERS = ("user", "userId", "user_id", "end_user", "enduser.id", "user.id", "safety_identifier")
 _IDS = ("request_id", "requestId", "id", "custom_id", "CorrelationId", "call_id", "spanId")
 _SALTS = ("cache_salt",)
@@ -60,7 +92,7 @@ def _lists(value: object, key: str) -> list[Any]:
 
 
 def _flat_span(span: dict[str, Any]) -> dict[str, Any]:
-    attributes = span["attributes"] if "attributes" in span else {}
+    attributes = span.get("attributes", {})
     if isinstance(attributes, list):
         attributes = {
             each.get("key"): next(iter((each.get("value") or {"": None}).values()), None)
@@ -175,7 +207,12 @@ def _from_otel(message: dict[str, Any]) -> dict[str, Any]:
 
 def _facts(record: Record, layers: list[dict[str, Any]]) -> None:
     record.time_s = next(
-        (at for layer in layers for key in _TIMES if (at := parse_time(layer.get(key))) is not None),
+        (
+            at
+            for layer in layers
+            for key in _TIMES
+            if (at := parse_time(layer.get(key))) is not None
+        ),
         None,
     )
     metadata = [_decoded(layer.get("metadata")) for layer in layers]
@@ -209,7 +246,9 @@ def _usage(layers: list[dict[str, Any]]) -> tuple[int | None, int | None]:
                     continue
                 details = source.get("prompt_tokens_details") or {}
                 if total is None:
-                    total = _count(source, "prompt_tokens", "PromptTokens", "gen_ai.usage.input_tokens")
+                    total = _count(
+                        source, "prompt_tokens", "PromptTokens", "gen_ai.usage.input_tokens"
+                    )
                 if cached is None and isinstance(details, dict):
                     cached = _count(details, "cached_tokens")
                 if cached is None:
@@ -236,5 +275,3 @@ def is_cut(record: Record) -> bool:
         isinstance(each.get("content"), str) and "litellm_truncated" in each["content"]
         for each in messages
     )
-
-

@@ -29,10 +29,12 @@ def trace_blocks(records: Sequence[Record], traces: Sequence[Trace]) -> BlockLog
     return block_log(
         np.array([each for chain in chains for each in chain], np.int64),
         starts,
-        np.array([each for trace in traces for each in trace.tokens], np.int64),
-        np.array([sum(trace.tokens) for trace in traces], np.int64),
-        np.array([record.time_s or 0.0 for record in records], np.float64),
-        np.array(
+        tokens=np.array([each for trace in traces for each in trace.tokens], np.int64),
+        lengths=np.array(
+            [trace.length if trace.length >= 0 else sum(trace.tokens) for trace in traces], np.int64
+        ),
+        times_s=np.array([record.time_s or 0.0 for record in records], np.float64),
+        sessions=np.array(
             [
                 -1 if record.session is None else sessions.setdefault(record.session, len(sessions))
                 for record in records
@@ -70,12 +72,14 @@ def content_steps(
     """Try the edits in the order in which they unmask each other; keep what brings `least` tokens."""
     if not any(trace.groups for trace in traces):
         return []
-    popularity = Counter(
-        each for trace in traces for each in _parts(trace).get("passages_ids", [])
-    )
+    popularity = Counter(each for trace in traces for each in _parts(trace).get("passages_ids", []))
     edits: list[tuple[str, str, Callable[[Trace], Trace]]] = [
         ("behind", "per_user", _changing_behind),
-        ("popular_first", "piece_order", lambda trace: _sorted(trace, lambda i: (-popularity[i], i))),
+        (
+            "popular_first",
+            "piece_order",
+            lambda trace: _sorted(trace, lambda i: (-popularity[i], i)),
+        ),
         ("by_id", "piece_order", lambda trace: _sorted(trace, lambda i: (0, i))),
     ]
     steps: list[ContentStep] = []
@@ -108,7 +112,9 @@ def _parts(trace: Trace) -> dict[str, list[int]]:
 
 def _joined(trace: Trace, order: Sequence[int]) -> Trace:
     """The same pieces, each with its tokens, in another order (indices)."""
-    return Trace([trace.ids[each] for each in order], [trace.tokens[each] for each in order], trace.groups)
+    return Trace(
+        [trace.ids[each] for each in order], [trace.tokens[each] for each in order], trace.groups
+    )
 
 
 def _ranges(trace: Trace) -> dict[str, list[int]]:

@@ -56,19 +56,19 @@ def anchors(ids: Ids) -> tuple[Ints, npt.NDArray[np.uint64]]:
     # ids are small and near each other: spread them over the word before they are added up
     one = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
     one ^= one >> np.uint64(29)
-    sums = one
-    width = 1
-    for _ in range(4):  # 2, 4, 8, 16
-        sums = sums[:-width] * _power(width) + sums[width:]
-        width *= 2
-        if width == 8:
-            eight = sums
-    hashes = sums[: len(ids) - ANCHOR_TOKENS + 1] * _power(8) + eight[16:]
+    eight = _doubled(_doubled(_doubled(one, 1), 2), 4)
+    sixteen = _doubled(eight, 8)
+    hashes = sixteen[: len(ids) - ANCHOR_TOKENS + 1] * _power(8) + eight[16:]
     hashes ^= hashes >> np.uint64(31)
     hashes *= np.uint64(0x94D049BB133111EB)
     hashes ^= hashes >> np.uint64(30)
     positions = np.flatnonzero(hashes % _ONE_IN == 0)
     return positions, hashes[positions]
+
+
+def _doubled(sums: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint64]:
+    """Hashes of runs of `width` tokens to those of runs twice as long."""
+    return sums[:-width] * _power(width) + sums[width:]
 
 
 def _common_backward(left: Ids, right: Ids, most: int) -> int:
@@ -86,7 +86,9 @@ class _Index:
         self._log = log
         self._holders: dict[int, int] = {}
 
-    def read(self, request: int, begin: int, positions: list[int], hashes: list[int]) -> list[Piece]:
+    def read(
+        self, request: int, begin: int, positions: list[int], hashes: list[int]
+    ) -> list[Piece]:
         """The pieces of a prompt from token `begin` on that are held by earlier ones."""
         ids = self._log.prompt(request)
         pieces = []

@@ -44,7 +44,8 @@ def distances(log: EdgeLog) -> Ints:
     np.cumsum(tokens, out=running[1:])
     between = running[begin] - running[previous + 1]
     distance = np.where(previous >= 0, between - _nested(previous, tokens, begin), -1)
-    return distance[turned]
+    ordered: Ints = distance[turned]
+    return ordered
 
 
 def _nested(previous: Ints, tokens: Ints, begin: Ints) -> Ints:
@@ -81,7 +82,8 @@ def lru_curve(log: EdgeLog, capacities: Sequence[float]) -> Curve:
     is_again = distance >= 0
     distance, tokens = distance[is_again], log.tokens[is_again]
     reused = [
-        int(np.clip(capacity - distance, 0, tokens).astype(np.int64).sum()) for capacity in capacities
+        int(np.clip(capacity - distance, 0, tokens).astype(np.int64).sum())
+        for capacity in capacities
     ]
     return Curve(list(capacities), reused)
 

@@ -124,7 +124,10 @@ def sort_tools() -> Edit:
         tools = tools_of(body)
         if not tools:
             return body
-        return {**body, "tools": sorted(tools, key=lambda tool: (tool_name(tool), canonical_json(tool)))}
+        return {
+            **body,
+            "tools": sorted(tools, key=lambda tool: (tool_name(tool), canonical_json(tool))),
+        }
 
     return Edit("sort_tools", lambda traffic: _each(traffic, of_body))
 
@@ -161,9 +164,7 @@ def every_tool() -> Edit:
                 written = canonical_json(tool)
                 forms.setdefault(tool_name(tool), Counter())[written] += 1
                 kept.setdefault(written, tool)
-        whole = [
-            _sorted_keys(kept[forms[name].most_common(1)[0][0]]) for name in sorted(forms)
-        ]
+        whole = [_sorted_keys(kept[forms[name].most_common(1)[0][0]]) for name in sorted(forms)]
         return _each(traffic, lambda body: {**body, "tools": whole} if tools_of(body) else body)
 
     return Edit("every_tool", of_traffic)
@@ -256,7 +257,9 @@ def one_template() -> Edit:
     """The same glue for all: one date, one set of template arguments, one start of text."""
 
     def of_traffic(traffic: Traffic) -> Traffic:
-        arguments = Counter(canonical_json(body.get("chat_template_kwargs")) for body in traffic.bodies)
+        arguments = Counter(
+            canonical_json(body.get("chat_template_kwargs")) for body in traffic.bodies
+        )
         usual = arguments.most_common(1)[0][0] if arguments else "null"
         pinned = next(
             (

@@ -9,7 +9,7 @@ say nothing about hits, and a prompt's end is only known to a block.
 from __future__ import annotations
 
 import ast
-import datetime
+import datetime as dt
 import re
 from typing import Any
 
@@ -92,9 +92,9 @@ def _stamp(text: str) -> float | None:
         return None
     # the log has no year; only differences of times are used
     try:
-        at = datetime.datetime(
+        at = dt.datetime(
             2024, int(match["month"]), int(match["day"]), int(match["h"]), int(match["m"]),
-            int(match["s"]), tzinfo=datetime.UTC,
+            int(match["s"]), tzinfo=dt.UTC,
         )  # fmt: skip
     except ValueError:
         return None
@@ -115,10 +115,14 @@ _STORED_FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size"
 
 
 def _is_batch(events: object) -> bool:
-    return isinstance(events, list) and bool(events) and all(
-        (isinstance(event, dict) and event.get("type") in _KINDS)
-        or (isinstance(event, list) and bool(event) and event[0] in _KINDS)
-        for event in events
+    return (
+        isinstance(events, list)
+        and bool(events)
+        and all(
+            (isinstance(event, dict) and event.get("type") in _KINDS)
+            or (isinstance(event, list) and bool(event) and event[0] in _KINDS)
+            for event in events
+        )
     )
 
 
@@ -139,8 +143,15 @@ class EventTree:
             if event.get("type") != "BlockStored":
                 continue
             hashes, ids = event.get("block_hashes"), event.get("token_ids")
-            if not isinstance(hashes, list) or not hashes or not is_int_list(ids):
-                self.problems.append(Problem(line, "a BlockStored event without hashes or token ids"))
+            if (
+                not isinstance(hashes, list)
+                or not hashes
+                or not isinstance(ids, list)
+                or not is_int_list(ids)
+            ):
+                self.problems.append(
+                    Problem(line, "a BlockStored event without hashes or token ids")
+                )
                 continue
             size = event.get("block_size") or len(ids) // len(hashes)
             parent = event.get("parent_block_hash")

@@ -12,7 +12,8 @@ from kvdepot.audit.content import ContentStep
 from kvdepot.audit.mask import masked, prompt_diff
 from kvdepot.audit.peel import Peeling, Step
 from kvdepot.audit.result import Considered, Example, Finding, Strip, WaterfallBar
-from kvdepot.audit.sites import Site, Survey
+from kvdepot.audit.site import Site
+from kvdepot.audit.sites import Survey
 from kvdepot.audit.texts import meeting
 from kvdepot.audit.traffic import Traffic, Workshop
 from kvdepot.audit.words import edit_text
@@ -61,15 +62,12 @@ def prompt_findings(peeling: Peeling, shown: Shown) -> list[Finding]:
         after = step.edit.apply(work)
         made.append(_of_step(step, peeling, shown, work, after))
         work = after
-    for site in peeling.unproved:
-        if not site.edits and site.estimate >= 0.01 * peeling.now.input_tokens:
-            made.append(_finding(site, peeling, shown))
-    return made
+    least = 0.01 * peeling.now.input_tokens
+    left = [site for site in peeling.unproved if not site.edits and site.estimate >= least]
+    return [*made, *(_finding(site, peeling, shown) for site in left)]
 
 
-def _of_step(
-    step: Step, peeling: Peeling, shown: Shown, work: Traffic, after: Traffic
-) -> Finding:
+def _of_step(step: Step, peeling: Peeling, shown: Shown, work: Traffic, after: Traffic) -> Finding:
     total = max(peeling.now.input_tokens, 1)
     saved = step.before.computed_tokens - step.after.computed_tokens
     request = max(step.site.example[0], 0)
@@ -231,7 +229,9 @@ def _bare(cause: str, evidence: str, requests: int) -> Finding:
 def waterfall(peeling: Peeling) -> list[WaterfallBar]:
     """Where the traffic stands now, and after each edit."""
     now = peeling.now
-    bars = [WaterfallBar(name="now", input_tokens=now.input_tokens, reused_tokens=now.reused_tokens)]
+    bars = [
+        WaterfallBar(name="now", input_tokens=now.input_tokens, reused_tokens=now.reused_tokens)
+    ]
     bars += [
         WaterfallBar(
             name=f"{step.site.cause}: {edit_text(step.edit.what)}",

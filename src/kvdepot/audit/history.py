@@ -28,10 +28,10 @@ _VALUE_CHARS = 80
 
 
 class Event(NamedTuple):
-    """What happened to the message at `index`."""
+    """What happened to the message at `at`."""
 
     cause: str
-    index: int
+    at: int
     #: for a window: messages that fell out
     dropped: int = 0
     detail: str = ""

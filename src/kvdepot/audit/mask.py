@@ -54,7 +54,7 @@ def _shown(line: str, *, show_values: bool) -> str:
     if is_changed and not show_values:
         # names of fields stay readable; what may be a value does not
         head, sep, rest = line.partition(":")
-        if not sep or len(head) > 40:
-            head, sep, rest = line[:9], "", line[9:]
+        if not sep or re.fullmatch(r"[+-][A-Za-z_ -]{1,30}", head) is None:
+            head, sep, rest = line[:5], "", line[5:]
         line = head + sep + re.sub(r"\w", "x", rest)
     return line if len(line) <= _LINE_CHARS else line[:_LINE_CHARS] + "\u2026"

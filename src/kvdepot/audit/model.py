@@ -87,7 +87,8 @@ def kv_bytes_per_token(config: dict[str, Any]) -> int | None:
     Layers with a window or with recurrent state have no bytes per token beyond their window and are
     left out.
     """
-    config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, dict) else config
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int):
         return None

@@ -12,7 +12,8 @@ import dataclasses
 import numpy as np
 
 from kvdepot.audit.edits import Edit
-from kvdepot.audit.sites import Site, Survey, survey
+from kvdepot.audit.site import Site
+from kvdepot.audit.sites import Survey, survey
 from kvdepot.audit.traffic import Measure, Traffic, Workshop
 
 __all__ = ["THRESHOLD", "Peeling", "Step", "peel", "peel_sampled", "proved_tokens"]
@@ -193,9 +194,7 @@ class _Peeler:
             None,
         )
 
-    def _best(
-        self, site: Site, work: Traffic, measure: Measure
-    ) -> tuple[Step | None, Traffic]:
+    def _best(self, site: Site, work: Traffic, measure: Measure) -> tuple[Step | None, Traffic]:
         """The edit of a site that brings most; None if each makes it worse."""
         best: Step | None = None
         kept = work

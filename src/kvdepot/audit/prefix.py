@@ -60,7 +60,14 @@ def blocks_of(log: TokenLog, block_tokens: int, *, with_extras: bool = True) -> 
                 _prefix_keys(tokens, block_tokens, powers) ^ salts[request]
             )
     sizes = np.full(len(keys), block_tokens, np.int64)
-    return block_log(keys, starts, sizes, log.lengths, log.times_s, log.sessions)
+    return block_log(
+        keys,
+        starts,
+        tokens=sizes,
+        lengths=log.lengths,
+        times_s=log.times_s,
+        sessions=log.sessions,
+    )
 
 
 def _salts(extras: Ints) -> Ints:
@@ -137,7 +144,7 @@ def _donors(blocks: BlockLog, previous: Ints, request: int, hit: int) -> list[in
     if hit == 0:
         return list(range(request - 1, max(-1, request - 1 - _DONORS), -1))
     touch = int(previous[blocks.starts[request] + hit - 1])
-    found = []
+    found: list[int] = []
     while touch >= 0 and len(found) < _DONORS:
         found.append(int(blocks.requests_of[touch]))
         touch = int(previous[touch])

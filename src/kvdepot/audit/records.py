@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import datetime as dt
 import re
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ class Trace(NamedTuple):
     tokens: list[int]
     #: for content ids: (component, how many pieces), in the order of `ids`
     groups: tuple[tuple[str, int], ...] = ()
+    #: tokens of the prompt, where the pieces do not cover it; -1 for the pieces' sum
+    length: int = -1
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,11 +85,11 @@ def parse_time(value: object) -> float | None:
     except ValueError:
         pass
     try:
-        moment = datetime.datetime.fromisoformat(_ZONE.sub(r"\1", text, count=1))
+        moment = dt.datetime.fromisoformat(_ZONE.sub(r"\1", text, count=1))
     except ValueError:
         return None
     if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=datetime.UTC)
+        moment = moment.replace(tzinfo=dt.UTC)
     return moment.timestamp()
 
 

@@ -87,7 +87,9 @@ def clean_text(text: str) -> str:
 def image_mark(part: dict[str, Any]) -> str:
     """What stands for an image: the digest of its content."""
     content = json.dumps(part, sort_keys=True, ensure_ascii=False)
-    return f"<|image|>{hashlib.sha256(content.encode('utf-8', 'replace')).hexdigest()[:16]}<|/image|>"
+    return (
+        f"<|image|>{hashlib.sha256(content.encode('utf-8', 'replace')).hexdigest()[:16]}<|/image|>"
+    )
 
 
 def content_text(content: object) -> str:
@@ -135,7 +137,7 @@ class ChatMl:
 
     name = "ChatML (built in)"
 
-    def render(self, body: Body, time_s: float | None = None) -> Prompt:
+    def render(self, body: Body, time_s: float | None = None) -> Prompt:  # noqa: ARG002 - no dates in it
         writer = _Writer()
         if LITERAL in body:
             return self._literal(writer, body)
@@ -207,7 +209,9 @@ class _Writer:
 
 #: how the common families write a role; the content follows up to the closing marker
 _FAMILIES = [
-    re.compile(r"<\|im_start\|>(?P<role>\w+)[^\n]*\n(?P<content>.*?)(?=<\|im_end\|>|\Z)", re.DOTALL),
+    re.compile(
+        r"<\|im_start\|>(?P<role>\w+)[^\n]*\n(?P<content>.*?)(?=<\|im_end\|>|\Z)", re.DOTALL
+    ),
     re.compile(
         r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n"
         r"(?:Cutting Knowledge Date: [^\n]*\nToday Date: [^\n]*\n\n)?"
@@ -223,9 +227,7 @@ _FAMILIES = [
         r"<\|start\|>(?P<role>\w+)[^<]*<\|message\|>(?P<content>.*?)(?=<\|end\|>|<\|call\|>|\Z)",
         re.DOTALL,
     ),
-    re.compile(
-        r"<\uff5c(?P<role>User|Assistant)\uff5c>(?P<content>.*?)(?=<\uff5c|\Z)", re.DOTALL
-    ),
+    re.compile(r"<\uff5c(?P<role>User|Assistant)\uff5c>(?P<content>.*?)(?=<\uff5c|\Z)", re.DOTALL),
     re.compile(
         r"<\|(?P<role>system|user|assistant)\|>\n?(?P<content>.*?)"
         r"(?=<\|(?:system|user|assistant|end|endoftext)\|>|\Z)",
@@ -244,7 +246,11 @@ def taken_apart(text: str) -> Body:
     family = next((each for each in _FAMILIES if each.search(text)), None)
     for match in family.finditer(text) if family else ():
         role = match["role"].lower()
-        if role in ("assistant", "model") and match.end() == len(text) and not match["content"].strip():
+        if (
+            role in ("assistant", "model")
+            and match.end() == len(text)
+            and not match["content"].strip()
+        ):
             continue  # the generation prompt
         between.append(text[at : match.start("content")])
         messages.append({"role": "user" if role == "inst" else role, "content": match["content"]})

@@ -177,6 +177,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     #: None where the KV bytes of a token are unknown
     capacity_bytes: int | None
     lru_tokens: int
+    #: the same after the edits; None without edits
+    edited_lru_tokens: int | None
     #: what knowing the future would give; None where it was not computed
     bound_tokens: int | None
 

@@ -37,10 +37,10 @@ def selected(log: BlockLog, requests: Ints) -> BlockLog:
     return block_log(
         log.blocks[touches],
         starts,
-        log.tokens[touches],
-        log.lengths[requests],
-        log.times_s[requests],
-        log.sessions[requests],
+        tokens=log.tokens[touches],
+        lengths=log.lengths[requests],
+        times_s=log.times_s[requests],
+        sessions=log.sessions[requests],
     )
 
 
@@ -49,16 +49,19 @@ def follow_ups(log: BlockLog) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
     Needs no session ids: the last block of some earlier request is one of this request's hits.
     """
-    counts = np.diff(log.starts)
-    has_blocks = counts > 0
-    last = log.blocks[np.maximum(log.starts[1:] - 1, 0)] if len(log.blocks) else counts * 0
-    ended_at = np.full(len(log.first_touch), log.requests, np.int64)
-    numbers = np.flatnonzero(has_blocks)
-    np.minimum.at(ended_at, last[numbers], numbers)
     extends = np.zeros(log.requests, np.bool_)
-    earlier = ended_at[log.blocks] < log.requests_of
-    # a block that ends an earlier prompt and stands in the middle of ours, or ends ours as well
-    np.logical_or.at(extends, log.requests_of[earlier], True)
+    if not len(log.blocks):
+        return extends
+    # traces name a last block that may be partly full: it is no prefix of anything longer
+    is_full = log.tokens == log.tokens.max()
+    full = np.zeros(len(is_full) + 1, np.int64)
+    np.cumsum(is_full, out=full[1:])
+    counts = full[log.starts[1:]] - full[log.starts[:-1]]
+    numbers = np.flatnonzero(counts)
+    last = log.blocks[log.starts[numbers] + counts[numbers] - 1]
+    ended_at = np.full(len(log.first_touch), log.requests, np.int64)
+    np.minimum.at(ended_at, last, numbers)
+    extends[log.requests_of[ended_at[log.blocks] < log.requests_of]] = True
     return extends
 
 

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from kvdepot import __version__
 from kvdepot.audit.apps import app_rows
 from kvdepot.audit.blocklog import BlockLog
-from kvdepot.audit.content import ContentStep, content_steps, trace_blocks
-from kvdepot.audit.edges import EdgeLog, edge_log
+from kvdepot.audit.edges import edge_log
 from kvdepot.audit.engine import cache_check, grains, too_early_tokens
 from kvdepot.audit.findings import (
     Shown,
     considered,
-    content_findings,
     engine_finding,
     prompt_findings,
     waterfall,
 )
 from kvdepot.audit.model import ModelParts, load_model
+from kvdepot.audit.parts import Parts, trace_parts
 from kvdepot.audit.peel import THRESHOLD, Peeling, peel, peel_sampled
 from kvdepot.audit.records import Problem, Reading, Record
 from kvdepot.audit.result import (
     SCHEMA,
-    AppRow,
     AuditResult,
-    Considered,
     Finding,
     Grain,
     Input,
     Totals,
-    WaterfallBar,
 )
 from kvdepot.audit.routing import follow_ups
 from kvdepot.audit.sanity import Ordered, distrust, in_order, usage_mismatches
@@ -42,7 +37,6 @@ from kvdepot.audit.sizing import capacity_points, fleet_rows, keep_points, revis
 from kvdepot.audit.tokens import FallbackEncoder, ModelEncoder, PieceMemo, PseudoEncoder
 from kvdepot.audit.traffic import Traffic, Workshop
 from kvdepot.audit.verdict import verdict
-from kvdepot.audit.words import edit_text
 from kvdepot.errors import ConfigError
 
 __all__ = ["SAMPLE_REQUESTS", "AuditOptions", "audit"]
@@ -98,24 +92,12 @@ class AuditOptions:
     sample_requests: int = SAMPLE_REQUESTS
 
 
-class _Parts(NamedTuple):
-    """What depends on whether the prompts are known."""
-
-    findings: list[Finding]
-    waterfall: list[WaterfallBar]
-    considered: list[Considered]
-    grains: list[Grain]
-    apps: list[AppRow]
-    blocks: BlockLog
-    exact_tokens: int
-    copied_tokens: int
-    proved_tokens: int
-    workshop: Workshop | None
-    usage: tuple[int, int]
-
-
 def audit(
-    reading: Reading, name: str, options: AuditOptions, *, tell: Callable[[str], None] = lambda _: None
+    reading: Reading,
+    name: str,
+    options: AuditOptions,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> AuditResult:
     """Audit what was read.
 
@@ -135,13 +117,24 @@ def audit(
         raise ConfigError(f"{name}: no requests")
     bytes_per_token = options.kv_bytes_per_token
     if reading.kind.endswith(" trace") and reading.kind != "audit trace":
-        parts = _trace_parts(ordered.records, options)
+        parts = trace_parts(
+            ordered.records,
+            threshold=options.threshold,
+            prefill_tokens_per_s=options.prefill_tokens_per_s,
+        )
     else:
         model = _model(reading, options)
         bytes_per_token = bytes_per_token or model.kv_bytes_per_token
         parts = _prompt_parts(reading, ordered, model, options, tell)
     tell("curves")
-    return _result(reading, name, ordered, parts, options, bytes_per_token)
+    return _result(
+        reading,
+        name,
+        ordered=ordered,
+        parts=parts,
+        options=options,
+        bytes_per_token=bytes_per_token,
+    )
 
 
 def _model(reading: Reading, options: AuditOptions) -> ModelParts:
@@ -160,7 +153,7 @@ def _prompt_parts(
     model: ModelParts,
     options: AuditOptions,
     tell: Callable[[str], None],
-) -> _Parts:
+) -> Parts:
     records = _with_text(ordered.records, model)
     is_words = any(each.ids is not None for each in ordered.records) and not isinstance(
         model.encoder, ModelEncoder
@@ -190,19 +183,26 @@ def _prompt_parts(
     rows = grains(base.log, base.exact_tokens, options.block_tokens)
     findings = prompt_findings(peeling, shown)
     findings += _engine_findings(traffic, peeling, blocks, options)
-    return _Parts(
+    return Parts(
         findings,
         waterfall(peeling),
         considered(peeling.unproved),
         [Grain(**row._asdict()) for row in rows],
         app_rows(traffic, base, base.donors, show_values=options.show_values),
         blocks,
+        _edited_blocks(peeling, workshop),
         int(base.exact_tokens.sum()),
         int(base.copied.sum()),
         sum(step.proved for step in peeling.steps),
         workshop,
         usage_mismatches(traffic.records, base.log.lengths),
     )
+
+
+def _edited_blocks(peeling: Peeling, workshop: Workshop) -> BlockLog | None:
+    if not peeling.steps:
+        return None
+    return workshop.blocks(workshop.token_log(peeling.edited, workshop.prompts(peeling.edited)))
 
 
 def _with_text(records: list[Record], model: ModelParts) -> list[Record]:
@@ -264,42 +264,10 @@ def _engine_findings(
     lost = max(0, int(peeling.base.exact_tokens.sum()) - peeling.now.reused_tokens)
     if lost >= max(_ENGINE_SHARE * total, _LOST_PER_REQUEST * traffic.requests):
         text = f"{lost} tokens are equal to an earlier request's, but fill no block of {options.block_tokens}"
-        found.append(engine_finding("granularity", lost, text, requests=traffic.requests, rate=rate))
-    return found
-
-
-# --- traces
-
-
-def _trace_parts(records: list[Record], options: AuditOptions) -> _Parts:
-    traces = [record.trace for record in records if record.trace is not None]
-    blocks = trace_blocks(records, traces)
-    total, reused = blocks.total, int(blocks.hit_tokens().sum())
-    steps: list[ContentStep] = content_steps(
-        records, traces, least=max(1, round(options.threshold * total))
-    )
-    bars = [WaterfallBar(name="now", input_tokens=total, reused_tokens=reused)]
-    bars += [
-        WaterfallBar(
-            name=f"{step.cause}: {edit_text(step.what)}",
-            input_tokens=step.after.input_tokens,
-            reused_tokens=step.after.reused_tokens,
+        found.append(
+            engine_finding("granularity", lost, text, requests=traffic.requests, rate=rate)
         )
-        for step in steps
-    ]
-    return _Parts(
-        content_findings(steps, total, len(records), options.prefill_tokens_per_s),
-        bars,
-        [],
-        [],
-        [],
-        blocks,
-        reused,
-        0,
-        sum(step.proved for step in steps),
-        None,
-        (0, 0),
-    )
+    return found
 
 
 # --- the whole
@@ -308,8 +276,9 @@ def _trace_parts(records: list[Record], options: AuditOptions) -> _Parts:
 def _result(
     reading: Reading,
     name: str,
+    *,
     ordered: Ordered,
-    parts: _Parts,
+    parts: Parts,
     options: AuditOptions,
     bytes_per_token: int | None,
 ) -> AuditResult:
@@ -337,7 +306,9 @@ def _result(
             exact_tokens=parts.exact_tokens,
             copied_tokens=parts.copied_tokens,
             token_share=reused / max(total, 1),
-            block_tokens=options.block_tokens if parts.workshop else int(blocks.tokens.max(initial=1)),
+            block_tokens=options.block_tokens
+            if parts.workshop
+            else int(blocks.tokens.max(initial=1)),
             follow_up_requests=int(extends.sum()),
             follow_up_reused_tokens=int(hits[extends].sum()),
             first_ask_reused_tokens=int(hits[~extends].sum()),
@@ -349,7 +320,9 @@ def _result(
         apps=parts.apps,
         revisits=revisit_times(edges),
         keep_curve=keep_points(edges),
-        capacity_curve=capacity_points(edges, bytes_per_token),
+        capacity_curve=capacity_points(
+            edges, bytes_per_token, edge_log(parts.edited) if parts.edited is not None else None
+        ),
         fleet=fleet,
         verdict=verdict(
             input_tokens=total,
@@ -360,15 +333,14 @@ def _result(
             instances=options.instances,
             prefill_tokens_per_s=options.prefill_tokens_per_s,
             bytes_per_token=bytes_per_token,
+            knows_order=parts.workshop is not None or bool(parts.findings),
         ),
         prefill_tokens_per_s=options.prefill_tokens_per_s,
         kv_bytes_per_token=bytes_per_token,
     )
 
 
-def _input(
-    reading: Reading, name: str, ordered: Ordered, parts: _Parts, blocks: BlockLog
-) -> Input:
+def _input(reading: Reading, name: str, ordered: Ordered, parts: Parts, blocks: BlockLog) -> Input:
     answers, cannot = _KIND_ANSWERS[reading.kind]
     workshop = parts.workshop
     times = blocks.times_s
@@ -384,14 +356,16 @@ def _input(
         duplicate_rows=ordered.duplicates,
         cut_prompts=reading.cut,
         problems=[
-            f"line {each.line}: {each.what}" if each.line else each.what for each in reading.problems
+            f"line {each.line}: {each.what}" if each.line else each.what
+            for each in reading.problems
         ],
         answers=list(answers),
         cannot_answer=[*cannot, *([] if is_timed else ["anything about time"])],
-        tokenizer=f"{workshop.memo.encoder.name}, cut at {workshop.memo.cuts}" if workshop else "none",
+        tokenizer=f"{workshop.memo.encoder.name}, cut at {workshop.memo.cuts}"
+        if workshop
+        else "none",
         tokenizer_error=workshop.memo.encoder.error if workshop else "",
         template=workshop.renderer.name if workshop else "none",
         usage_logged=parts.usage[0],
         usage_differs=parts.usage[1],
     )
-

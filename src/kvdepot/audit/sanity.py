@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import NamedTuple
 
 import msgspec
@@ -39,7 +40,7 @@ def in_order(reading: Reading) -> Ordered:
         for number, each in enumerate(records):
             each.time_s = float(number)
         return Ordered(records, duplicates, "without times")
-    steps = list(zip(known, known[1:], strict=False))
+    steps = list(itertools.pairwise(known))
     falling = sum(later < earlier for earlier, later in steps)
     order = "in order" if not falling else "mixed"
     if falling > 0.9 * len(steps):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,17 +10,20 @@ import numpy as np
 
 from kvdepot.audit import edits, edits_history
 from kvdepot.audit.breaks import VALUE, Break, find_break, place_of
+from kvdepot.audit.copies import Bodies
 from kvdepot.audit.copies import bodies as shared_bodies
 from kvdepot.audit.edits import Edit
 from kvdepot.audit.history import Event, event
 from kvdepot.audit.prefix import exact_hits
+from kvdepot.audit.probes import extra_sites, probed_sites
 from kvdepot.audit.render import Prompt
+from kvdepot.audit.site import Site
 from kvdepot.audit.spans import Span, Variants, learn_span, learn_variants
 from kvdepot.audit.tokenlog import Ints, TokenLog
 from kvdepot.audit.traffic import Traffic, Workshop
 from kvdepot.audit.values import Pattern, Seen, pattern
 
-__all__ = ["NOTHING_TOKENS", "Site", "Survey", "survey"]
+__all__ = ["NOTHING_TOKENS", "Survey", "survey"]
 
 #: fewer copied tokens than this are no reason to look
 NOTHING_TOKENS = 64
@@ -29,31 +31,6 @@ NOTHING_TOKENS = 64
 _PAIRS_MAX = 1500
 #: a cause whose copies already make up this share of the input needs no probe
 _PROBE_BELOW = 0.01
-
-
-@dataclasses.dataclass(slots=True)
-class Site:
-    """One place at which prompts break."""
-
-    cause: str
-    #: path with the role, for people: ``messages[0] (system)``
-    place: str
-    #: equal for the same site in a later survey
-    key: tuple[str, str, str]
-    estimate: int
-    evidence: str
-    #: numbers of the requests that break here
-    requests: list[int]
-    #: a request and its donor, to be shown
-    example: tuple[int, int]
-    #: characters of the example's prompt before the break
-    at: int
-    edits: list[Edit]
-    #: distinct values over all requests; 0 where there is no value
-    distinct: int = 0
-    #: (request, its value), a few
-    values: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-    lead: str = ""
 
 
 class Survey(NamedTuple):
@@ -77,93 +54,17 @@ def survey(traffic: Traffic, workshop: Workshop) -> Survey:
     hits = blocks.hit_tokens()
     exact, prefix_donors = exact_hits(log, blocks)
     shared = shared_bodies(log, exact)
-    looker = _Looker(traffic, prompts, log, hits, prefix_donors, shared.copied, shared.donors)
+    looker = _Looker(traffic, prompts, log, hits=hits, prefix_donors=prefix_donors, shared=shared)
     now = int(hits.sum())
-    sites = [*_extra_sites(traffic, workshop, log, now), *looker.sites()]
+    sites = [*extra_sites(traffic, workshop, log, now), *looker.sites()]
     found = Counter({site.cause: 0 for site in sites})
     for site in sites:
         found[site.cause] += site.estimate
     known = {cause for cause, estimate in found.items() if estimate >= _PROBE_BELOW * log.total}
-    sites += _probed_sites(traffic, workshop, now, log.total, known)
+    sites += probed_sites(traffic, workshop, now, log.total, known)
     sites.sort(key=lambda site: -site.estimate)
     donors = np.where(shared.copied > exact, shared.donors, prefix_donors)
     return Survey(sites, prompts, log, hits, exact, shared.copied, donors)
-
-
-def _extra_sites(traffic: Traffic, workshop: Workshop, log: TokenLog, now: int) -> list[Site]:
-    """What salts, adapters and models keep apart, each field alone."""
-    sites = []
-    names = {name for extra in traffic.extra_names for name, _ in extra}
-    for name in sorted(names):
-        values = {dict(extra).get(name) for extra in traffic.extra_names}
-        if len(values) < 2:
-            continue
-        edit = edits.drop_extra([name])
-        merged = edit.apply(traffic)
-        alone = log._replace(extras=np.asarray(merged.extras, np.int64))
-        gain = int(workshop.blocks(alone).hit_tokens().sum()) - now
-        sites.append(
-            Site(
-                "extra_key",
-                name,
-                ("extra_key", name, ""),
-                gain,
-                f"{len(values)} values of {name} keep equal tokens apart",
-                [],
-                (-1, -1),
-                0,
-                [edit],
-                len(values),
-            )
-        )
-    return sites
-
-
-#: causes whose pieces may be too short to be seen as copies: tried on everything
-_PROBES = {
-    "white_space": edits.normal_text,
-    "json_form": edits.canonical_messages,
-    "tool_keys": edits.canonical_tools,
-}
-
-
-def _probed_sites(
-    traffic: Traffic, workshop: Workshop, now: int, total: int, known: set[str]
-) -> list[Site]:
-    """Sites found by making the edit: what it gains is the estimate."""
-    sites = []
-    for cause, make in _PROBES.items():
-        if cause in known or (cause == "tool_keys" and known & {"tool_order", "tool_set"}):
-            continue
-        edit = make()
-        after = edit.apply(traffic)
-        changed = [
-            number
-            for number, (one, other) in enumerate(zip(traffic.bodies, after.bodies, strict=True))
-            if one != other or (cause == "tool_keys" and repr(one) != repr(other))
-        ]
-        if not changed:
-            continue
-        measure = workshop.measure(after)
-        was = round(now * min(1.0, measure.input_tokens / max(total, 1)))
-        first = changed[0]
-        pairs = zip(traffic.bodies[first]["messages"], after.bodies[first]["messages"], strict=True)
-        index = next((n for n, (one, other) in enumerate(pairs) if one != other), 0)
-        roles = [str(each.get("role")) for each in traffic.bodies[first]["messages"]]
-        sites.append(
-            Site(
-                cause,
-                "tools" if cause == "tool_keys" else place_of(f"messages[{index}]", roles),
-                (cause, "probe", ""),
-                measure.reused_tokens - was,
-                f"{len(changed)} requests are written in another way",
-                changed,
-                (first, -1),
-                0,
-                [edit],
-            )
-        )
-    return sites
 
 
 class _Looker:
@@ -172,18 +73,18 @@ class _Looker:
         traffic: Traffic,
         prompts: list[Prompt],
         log: TokenLog,
+        *,
         hits: Ints,
         prefix_donors: Ints,
-        copied: Ints,
-        donors: Ints,
+        shared: Bodies,
     ) -> None:
         self._traffic = traffic
         self._prompts = prompts
         self._log = log
         self._hits = hits
         self._prefix_donors = prefix_donors
-        self._copied = copied
-        self._donors = donors
+        self._copied = shared.copied
+        self._donors = shared.donors
 
     def sites(self) -> list[Site]:
         events, left = self._events()
@@ -248,7 +149,7 @@ class _Looker:
         estimate = 0
         for request, before, found in group:
             count = len(self._traffic.bodies[request]["messages"])
-            indices[found.index - count if from_end else found.index] += 1
+            indices[found.at - count if from_end else found.at] += 1
             copied = int(self._copied[request])
             if cause == "compaction":
                 # little is left to copy: the price is what the turn computes

@@ -13,7 +13,12 @@ from kvdepot.audit.routing import fleet
 __all__ = [
     "INSTANCES",
     "KEEP_S",
-    "capacity_points", "fleet_rows", "keep_points", "keep_time_s", "revisit_times"]
+    "capacity_points",
+    "fleet_rows",
+    "keep_points",
+    "keep_time_s",
+    "revisit_times",
+]
 
 KEEP_S = (10.0, 60.0, 300.0, 600.0, 1800.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 _POINTS = 24
@@ -24,13 +29,22 @@ INSTANCES = (2, 4, 8)
 _SHARED_TIMES = 8
 
 
-def capacity_points(edges: EdgeLog, bytes_per_token: int | None) -> list[Capacity]:
-    """The LRU curve up to what the traffic needs, with the bound at every fourth point."""
+def capacity_points(
+    edges: EdgeLog, bytes_per_token: int | None, edited: EdgeLog | None = None
+) -> list[Capacity]:
+    """The LRU curve up to what the traffic needs, with the bound at every fourth point.
+
+    Args:
+        edges: the traffic.
+        bytes_per_token: of KV, where it is known.
+        edited: the traffic after the edits, if there are any.
+    """
     need = float(edges.tokens[edges.previous < 0].sum()) if edges.touches else 0.0
     if need < 1:
         return []
     at = np.unique(np.geomspace(max(16.0, need / 1000), need, _POINTS).round())
     curve = lru_curve(edges, at.tolist())
+    after = lru_curve(edited, at.tolist()).reused if edited is not None else None
     has_bound = edges.touches <= _BOUND_TOUCHES
     last = len(at) - 1
     return [
@@ -38,6 +52,7 @@ def capacity_points(edges: EdgeLog, bytes_per_token: int | None) -> list[Capacit
             capacity_tokens=int(capacity),
             capacity_bytes=None if bytes_per_token is None else int(capacity) * bytes_per_token,
             lru_tokens=reused,
+            edited_lru_tokens=None if after is None else after[number],
             bound_tokens=belady(edges, capacity)
             if has_bound and (last - number) % _BOUND_EVERY == 0
             else None,
@@ -94,5 +109,3 @@ def fleet_rows(
             )
         )
     return rows
-
-

@@ -71,7 +71,9 @@ def message_texts(message: Body) -> list[str]:
         return [content]
     parts = content if isinstance(content, list) else []
     return [
-        part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
+        part["text"]
+        for part in parts
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
     ]
 
 
@@ -117,7 +119,11 @@ def learn_span(breaks: Sequence[Break], bodies: Sequence[Body]) -> Span | None:
     suffix = _suffix(lines)
     if suffix:
         ends = [time_around(line, 0, len(line) - len(suffix))[1] for line in lines]
-        suffix = suffix[max(0, max(end - len(line) for end, line in zip(ends, lines, strict=True)) + len(suffix)) :]
+        suffix = suffix[
+            max(
+                0, max(end - len(line) for end, line in zip(ends, lines, strict=True)) + len(suffix)
+            ) :
+        ]
     longest_gap = max(len(gap) for gap in gaps)
     shortest = min(len(line) - len(suffix) for line in lines)
     if shortest > 2 * longest_gap + 20:

@@ -6,7 +6,7 @@ may trim contents or skip them, so a part that is not found has no place.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import importlib
 import json
 from typing import Any
@@ -45,7 +45,7 @@ class ModelTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = self._strftime_now
-        self._now = datetime.datetime.fromtimestamp(0, datetime.UTC)
+        self._now = dt.datetime.fromtimestamp(0, dt.UTC)
         self._names = names
         try:
             self._template = environment.from_string(source)
@@ -59,7 +59,7 @@ class ModelTemplate:
     def render(self, body: Body, time_s: float | None = None) -> Prompt:
         if LITERAL in body:
             return ChatMl().render(body)
-        self._now = datetime.datetime.fromtimestamp(time_s or 0, datetime.UTC)
+        self._now = dt.datetime.fromtimestamp(time_s or 0, dt.UTC)
         kwargs = body.get("chat_template_kwargs")
         names: dict[str, Any] = {
             **self._names,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import unicodedata
@@ -83,22 +84,27 @@ def _meeting(left: str, right: str, at: int, window: int) -> Meeting | None:
     theirs: dict[str, int] = {}
     for place in range(at, min(at + window, len(right) - _SHINGLE + 1)):
         theirs.setdefault(right[place : place + _SHINGLE], place)
-    for place in range(at, min(at + window, len(left) - _SHINGLE + 1)):
-        other = theirs.get(left[place : place + _SHINGLE])
-        if other is None:
-            continue
-        while place > at and other > at and left[place - 1] == right[other - 1]:
-            place, other = place - 1, other - 1
-        while (
-            place < len(left)
-            and other < len(right)
-            and left[place] == right[other]
-            and _WORD.match(left[place])
-            and (place > at or other > at)
-        ):
-            place, other = place + 1, other + 1
-        return Meeting(place, other)
+    for first in range(at, min(at + window, len(left) - _SHINGLE + 1)):
+        other = theirs.get(left[first : first + _SHINGLE])
+        if other is not None:
+            return _at_word_end(left, right, at, Meeting(first, other))
     return None
+
+
+def _at_word_end(left: str, right: str, at: int, met: Meeting) -> Meeting:
+    """The first place where both agree, and behind the word that they meet in."""
+    place, other = met
+    while place > at and other > at and left[place - 1] == right[other - 1]:
+        place, other = place - 1, other - 1
+    while (
+        max(place, other) > at
+        and place < len(left)
+        and other < len(right)
+        and left[place] == right[other]
+        and _WORD.match(left[place])
+    ):
+        place, other = place + 1, other + 1
+    return Meeting(place, other)
 
 
 def normalised(text: str) -> str:
@@ -188,7 +194,7 @@ def reordered(left: str, right: str) -> str | None:
         order = [places[piece.key] for piece in common]
         if len(set(order)) < 2 or order == sorted(order):
             continue
-        inversions = sum(later < earlier for earlier, later in zip(order, order[1:], strict=False))
+        inversions = sum(later < earlier for earlier, later in itertools.pairwise(order))
         size = sum(len(piece.key) for piece in common)
         sizes = [sum(len(piece.key) for piece in each) for each in (ours, theirs)]
         least = 0.8 * max(sizes) if split in ("lines", "paragraphs") else 0.5 * min(sizes)
@@ -214,5 +220,3 @@ def with_sorted_pieces(text: str, split: str, rank: Callable[[str], Any]) -> str
         made += [text[at : place.start], written]
         at = place.end
     return "".join([*made, text[at:]])
-
-

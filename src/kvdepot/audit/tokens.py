@@ -28,7 +28,9 @@ __all__ = [
     "cut",
 ]
 
-SPECIAL = re.compile(r"<\|[A-Za-z0-9_/]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>|</?s>|<(?:start|end)_of_turn>")
+SPECIAL = re.compile(
+    r"<\|[A-Za-z0-9_/]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>|</?s>|<(?:start|end)_of_turn>"
+)
 #: how a text between special tokens is cut, in the order in which it is tried
 _CUTS: dict[str, re.Pattern[str] | None] = {
     "lines": re.compile(r"(?<=\n)(?=\S)"),
@@ -59,7 +61,9 @@ class FallbackEncoder:
     """
 
     name = "built-in fallback"
-    error = "token counts are estimates: within 15 % for English prose and code, further off elsewhere"
+    error = (
+        "token counts are estimates: within 15 % for English prose and code, further off elsewhere"
+    )
 
     _WORDS = re.compile(
         r"<\|[A-Za-z0-9_/]{1,40}\|>|</?s>| ?[^\W\d_]+|\d{1,3}|\n+|[ \t\r\f\v]+(?=\S)|\s+| ?(?:[^\s\w]|_){1,4}"
@@ -76,7 +80,9 @@ class FallbackEncoder:
     def _one(self, text: str) -> list[int]:
         found: list[int] = []
         known = self._words
-        words = [word for piece in cut(text, "special tokens") for word in self._WORDS.findall(piece)]
+        words = [
+            word for piece in cut(text, "special tokens") for word in self._WORDS.findall(piece)
+        ]
         for word in words:
             ids = known.get(word)
             if ids is None:
@@ -104,7 +110,7 @@ class PseudoEncoder:
     name = "audit trace"
     error = ""
 
-    _WORDS = re.compile(r"~([0-9a-z]+)~(\d{1,7})\s?|(\s+|[^\s~]+|~)")
+    _WORDS = re.compile(r"~([0-9a-z]+)~(\d{1,7}) ?|(\s+|[^\s~]+|~)")
 
     def __init__(self) -> None:
         self._ids: dict[tuple[str, int], int] = {}

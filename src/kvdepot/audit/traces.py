@@ -24,7 +24,9 @@ _BAILIAN_BLOCK = 16
 
 def is_trace_row(row: dict[str, Any]) -> bool:
     """Whether a row is of a format that `trace_record` reads."""
-    return ("hash_ids" in row and "input_length" in row) or ("hash_id_ranges" in row and "in" in row)
+    return ("hash_ids" in row and "input_length" in row) or (
+        "hash_id_ranges" in row and "in" in row
+    )
 
 
 def trace_record(row: dict[str, Any], line: int) -> Record:
@@ -48,13 +50,13 @@ def trace_record(row: dict[str, Any], line: int) -> Record:
         line,
         time_s,
         session=_name(row.get("session_id")),
-        trace=Trace(ids, _sizes(_whole(row["input_length"]), block, len(ids))),
+        trace=_blocks(ids, _whole(row["input_length"]), block),
     )
 
 
 def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r:.40} is not a number")
+        raise TypeError(f"{value!r:.40} is not a number")
     return int(value)
 
 
@@ -62,22 +64,19 @@ def _name(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def _sizes(length: int, block: int, count: int) -> list[int]:
-    """Tokens of each block; the last one may be partly full."""
+def _blocks(ids: list[int], length: int, block: int) -> Trace:
+    """Blocks of equal size; the last one may be partly full."""
     if block < 1 or length < 0:
         raise ValueError(f"block of {block} tokens in a prompt of {length}")
-    return [max(0, min(block, length - block * number)) for number in range(count)]
+    sizes = [max(0, min(block, length - block * number)) for number in range(len(ids))]
+    return Trace(ids, sizes, length=length)
 
 
 def _weka(row: dict[str, Any], line: int) -> Record:
     ranges = row["hash_id_ranges"]
     if sum(_whole(last) - _whole(first) + 1 for first, last in ranges) > 1 << 22:
         raise ValueError("more than 4 million blocks in one prompt")
-    ids = [
-        each
-        for first, last in ranges
-        for each in range(_whole(first), _whole(last) + 1)
-    ]
+    ids = [each for first, last in ranges for each in range(_whole(first), _whole(last) + 1)]
     session = f"{row.get('conv')}"
     length, block = _whole(row["in"]), _whole(row.get("block_size", 64))
     return Record(
@@ -86,7 +85,7 @@ def _weka(row: dict[str, Any], line: int) -> Record:
         session=session,
         # ids are local to a conversation
         extra=(("conversation", session),),
-        trace=Trace(ids, _sizes(length, block, len(ids))),
+        trace=_blocks(ids, length, block),
     )
 
 
@@ -101,9 +100,7 @@ def _ragpulse(row: dict[str, Any], line: int) -> Record:
         line,
         parse_time(row.get("timestamp")),
         session=_name(row.get("session_id")),
-        trace=Trace(
-            ids, tokens, tuple((part, len(pieces.get(part) or [])) for part in RAG_ORDER)
-        ),
+        trace=Trace(ids, tokens, tuple((part, len(pieces.get(part) or [])) for part in RAG_ORDER)),
     )
 
 

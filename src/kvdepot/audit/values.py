@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ _WEEKDAY = re.compile(r"(?i)\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b")
 _EPOCH = re.compile(r"(?<!\d)1[0-9]{9}(?:\.\d+|\d{3}|\d{6}|\d{9})?(?!\d)")
 _UUID = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
 _TOKEN = re.compile(r"^[\w.:+/=#-]{4,}$")
-_PATH = re.compile(r"(?:^|[\s=\"'(:])(?:~|\.{1,2})?/[\w.+-]+(?:/[\w.+ -]*)*|[A-Za-z]:\\[\w\\ .-]+|\w+://\S+")
+_PATH = re.compile(
+    r"(?:^|[\s=\"'(:])(?:~|\.{1,2})?/[\w.+-]+(?:/[\w.+ -]*)*|[A-Za-z]:\\[\w\\ .-]+|\w+://\S+"
+)
 _HOST = re.compile(r"^(?:[a-z0-9-]+\.)+[a-z0-9-]+(?::\d+)?$|^\d{1,3}(?:\.\d{1,3}){3}$|^[a-z]+-\d+$")
 _LOCALE = re.compile(r"^[a-z]{2,3}[-_][A-Z]{2}(?:\.\S+)?$|^[A-Z][A-Za-z]+/[A-Z][A-Za-z_]+$")
 _FLAG = re.compile(r"(?i)^(?:true|false|on|off|yes|no|enabled|disabled|none|null|\d)$")
@@ -73,7 +76,10 @@ def pattern(seen: Sequence[Seen]) -> Pattern:
     if _most(values, _is_id) and distinct > 1:
         if share >= 0.8:
             return Pattern("request_id", f"another one in each request: {of_all}", distinct)
-        if _constant_within([each for each in seen if each.session >= 0], "session") and share > 0.05:
+        if (
+            _constant_within([each for each in seen if each.session >= 0], "session")
+            and share > 0.05
+        ):
             users = _constant_within([each for each in seen if each.user], "user")
             if not users:
                 return Pattern("request_id", f"one for each session: {of_all}", distinct)
@@ -108,14 +114,14 @@ def _moment(seen: Sequence[Seen], values: Sequence[str]) -> str:
         return ""
     known = [(at, each.time_s) for each in seen if (at := _seconds(each.value)) is not None]
     if len(known) >= _MOST * len(seen):
-        steps = list(zip(known, known[1:], strict=False))
+        steps = list(itertools.pairwise(known))
         rising = sum(later[0] >= earlier[0] for earlier, later in steps)
         if rising < 0.8 * max(len(steps), 1):
             return ""
         kinds = "date" if all(at % 86400 == 0 for at, _ in known) else "time"
         return f"a {kinds} that goes with the request's time"
     # no year, or only a clock: each value must have a period of its own
-    runs = 1 + sum(a.value != b.value for a, b in zip(seen, seen[1:], strict=False))
+    runs = 1 + sum(a.value != b.value for a, b in itertools.pairwise(seen))
     return "a time that changes with the request's" if runs <= 1.5 * len(values) else ""
 
 
@@ -130,9 +136,7 @@ def time_around(line: str, start: int, end: int) -> tuple[int, int]:
 
 
 def _has_time(value: str) -> bool:
-    return any(
-        each.search(value) for each in (_ISO, _CLOCK, _EPOCH, _WEEKDAY, *_DATES)
-    )
+    return any(each.search(value) for each in (_ISO, _CLOCK, _EPOCH, _WEEKDAY, *_DATES))
 
 
 def _is_only_time(value: str) -> bool:
@@ -157,10 +161,10 @@ def _seconds(value: str) -> float | None:
         text = re.sub(r"(?<=\d)(?:st|nd|rd|th)|\bof\b|[,.]", "", found[0])
         for each in (form, form.replace("%B", "%b")):
             try:
-                day = datetime.datetime.strptime(" ".join(text.split()), each)
+                day = dt.datetime.strptime(" ".join(text.split()), each)  # noqa: DTZ007 - UTC below
             except ValueError:
                 continue
-            return day.replace(tzinfo=datetime.UTC).timestamp() + _clock_s(value)
+            return day.replace(tzinfo=dt.UTC).timestamp() + _clock_s(value)
     return None
 
 
@@ -215,9 +219,9 @@ def _owners(seen: Sequence[Seen]) -> int:
 
 def _versions(seen: Sequence[Seen], distinct: int, of_all: str) -> Pattern:
     """Rolled out once, or several versions at the same time."""
-    runs = 1 + sum(a.value != b.value for a, b in zip(seen, seen[1:], strict=False))
+    runs = 1 + sum(a.value != b.value for a, b in itertools.pairwise(seen))
     if runs <= distinct + 1:
         since = next((each.time_s for each in seen if each.value == seen[-1].value), seen[0].time_s)
-        when = datetime.datetime.fromtimestamp(since, datetime.UTC).isoformat(timespec="seconds")
+        when = dt.datetime.fromtimestamp(since, dt.UTC).isoformat(timespec="seconds")
         return Pattern("rollout", f"rolled out once at {when}: {of_all}, {runs} runs", distinct)
     return Pattern("ab_test", f"versions at the same time: {of_all}, {runs} runs", distinct)

@@ -32,6 +32,7 @@ def verdict(
     instances: int | None,
     prefill_tokens_per_s: float,
     bytes_per_token: int | None,
+    knows_order: bool = True,
 ) -> list[VerdictLine]:
     """The lines, of which the first three are ordered by what they bring."""
     total = max(input_tokens, 1)
@@ -51,21 +52,31 @@ def verdict(
             proved_tokens,
             f"edits of the prompts prove {100 * proved_tokens / total:+.1f} points; they cost nothing to run"
             if proved_tokens
-            else "no edit of the prompts is worth it",
+            else "no edit of the prompts is worth it"
+            if knows_order
+            else "the order of prompts cannot be told from this input",
         )
     ]
     row = next((each for each in fleet if each.instances == instances), None) or (
         fleet[len(fleet) // 2] if fleet else None
     )
     if row is not None:
-        lines += _fleet_lines(row, total, reused_tokens, edges, bytes_per_token, line)
+        lines += _fleet_lines(
+            row,
+            total=total,
+            reused=reused_tokens,
+            edges=edges,
+            bytes_per_token=bytes_per_token,
+            line=line,
+        )
     lines.sort(key=lambda each: -each.tokens)
     left = input_tokens - reused_tokens - proved_tokens
     lines.append(
         line(
             "more_gpus",
             left,
-            f"{100 * left / total:.1f} % of the input tokens are new and have to be computed, whatever is kept",
+            f"{100 * left / total:.1f} % of the input tokens are new and have to be computed,"
+            " whatever is kept",
         )
     )
     return lines
@@ -73,6 +84,7 @@ def verdict(
 
 def _fleet_lines(
     row: Fleet,
+    *,
     total: int,
     reused: int,
     edges: EdgeLog | None,

@@ -29,6 +29,11 @@ app = App(
 )
 # a help text here, so that listing the commands imports none of them
 app.command(
+    "kvdepot.cli.audit:app",
+    name="audit",
+    help="Say where the prefix of prompts breaks, why, and what the fix brings.",
+)
+app.command(
     "kvdepot.cli.demo:demo",
     name="demo",
     help="Ask a small model about a long document, end the process, ask again from the pool.",

@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[IO[bytes]]:
+def opened(path: str | Path) -> Iterator[Any]:
     """The unpacked bytes of a file; ``-`` is standard input. The kind is told by content, not by name.
 
     Raises:

@@ -2,6 +2,7 @@
 
 page   the frame of a page, and escaping
 bars   horizontal bars, plain and stacked
+lines  line charts
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: in
     return tag("div", tag("table", tag("thead", cells("th", heads)), body), class_="wide")
 
 
-def page(title: str, *content: Html) -> str:
-    """A whole document; it loads nothing from anywhere."""
+def page(title: str, *content: Html, language: str = "en") -> str:
+    """A whole document in a language; it loads nothing from anywhere."""
     head = join(
         [
             Html('<meta charset="utf-8">'),
@@ -124,4 +124,5 @@ def page(title: str, *content: Html) -> str:
         ]
     )
     body = join([tag("h1", text(title)), *content])
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+    whole = f"<head>\n{head}\n</head>\n<body>\n{body}\n</body>"
+    return f'<!doctype html>\n<html lang="{text(language)}">\n{whole}\n</html>\n'
