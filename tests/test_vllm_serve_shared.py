@@ -7,6 +7,7 @@ started once for all tests, and each test asks prompts of its own.
 from __future__ import annotations
 
 import random
+import shutil
 
 import pytest
 
@@ -102,18 +103,54 @@ def test_tenants_with_other_salts_share_nothing(pair):
     assert b.ask(prompt, cache_salt="ada").cached_tokens == WHOLE
 
 
+def kept(server, pool, seed, name):
+    """A prompt and its answer by an adapter, whose blocks are in the pool.
+
+    The files of an adapter are looked at beside the request, which is not kept where that takes too long.
+    """
+    for attempt in range(5):
+        prompt = prompt_of(f"{seed} {attempt}")
+        before = segments(pool)
+        answer = server.ask(prompt, model=name)
+        assert answer.cached_tokens == 0
+        try:
+            wait_for_new_segments(pool, before, timeout_s=5)
+        except AssertionError:
+            continue
+        return prompt, answer
+    raise AssertionError(f"nothing of adapter {name} is kept\n{server.tail()}")
+
+
 def test_an_adapter_is_shared_by_the_servers_that_have_it(pair, folder):
     from tests.vllm_models import adapter
 
     a, b, pool = pair
-    prompt = prompt_of("equal")
     place = adapter(folder / "steady", seed=3)
     for server in (a, b):
         server.load_adapter("steady", place)
-    ours = asked(a, pool, prompt, model="steady")
+    prompt, ours = kept(a, pool, "steady at a", "steady")
+    kept(b, pool, "steady at b", "steady")
     found = b.ask(prompt, model="steady")
     assert found.cached_tokens == WHOLE
     assert found.tokens == ours.tokens
+    assert b.ask(prompt).cached_tokens == 0
+
+
+def test_an_adapter_of_the_same_name_and_other_weights_shares_nothing(pair, folder):
+    from tests.vllm_models import adapter
+
+    a, b, pool = pair
+    place = adapter(folder / "changing", seed=1)
+    a.load_adapter("changing", place)
+    prompt, ours = kept(a, pool, "changing at a", "changing")
+    # same name, same path: for vLLM's own hash the same adapter
+    shutil.rmtree(place)
+    adapter(place, seed=2)
+    b.load_adapter("changing", place)
+    kept(b, pool, "changing at b", "changing")
+    theirs = b.ask(prompt, model="changing")
+    assert theirs.cached_tokens == 0
+    assert theirs.tokens != ours.tokens
 
 
 def test_another_revision_of_the_model_shares_nothing(pair, folder, model):
