@@ -15,7 +15,6 @@ ARGS ?=
 TESTS ?=
 # VLLM=no: do not install vLLM (250 MB to fetch, 1.5 GB on disk); its tests are skipped, with a reason
 VLLM ?= yes
-BENCHMARKS ?= lookup write_behind cold_read busy_scheduler follow_up
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,7 +51,7 @@ fuzz: $(DEV_STAMP)
 	$(BIN)/python -m pytest --hypothesis-profile=fuzz -m hypothesis --timeout=0 \
 	    -o faulthandler_timeout=0 $(ARGS) $(TESTS)
 
-bench: $(DEV_STAMP)
+bench: $(VLLM_STAMP)
 	mkdir -p out/bench
 	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do \
 	    name=$$(basename $$script .py); echo "$$name -> out/bench/$$name.json" >&2; \
