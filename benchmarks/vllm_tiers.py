@@ -150,8 +150,21 @@ def _restarts_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "follow_up_cached_tokens": follow_ups[-1]["follow_up_cached"],
         "stored_bytes": runs[-1]["stored_bytes"],
         "files": runs[-1]["files"],
-        "last_run": {name: runs[-1][name] for name in ("tokens_by_source", "scheduler_calls")},
+        "tokens_by_source": runs[-1]["tokens_by_source"],
+        "scheduler_calls": _calls_of(runs),
     }
+
+
+def _calls_of(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Calls of the tier on the scheduler's thread, over all runs: how many, and how many over 1 ms."""
+    totals = {"calls": 0.0, "slow_calls": 0.0, "call_seconds": 0.0}
+    for run in runs:
+        for name, value in run["scheduler_calls"].items():
+            for kind in totals:
+                if name.startswith(f"kvdepot_scheduler_{kind}_total"):
+                    totals[kind] += value
+    totals["slow_share"] = totals["slow_calls"] / totals["calls"] if totals["calls"] else 0.0
+    return totals
 
 
 def _by_length(rows: Sequence[Sequence[float]]) -> dict[str, dict[str, float]]:
@@ -196,7 +209,9 @@ def engine(arm: str, place: Path, **asks: Any) -> dict[str, Any]:
 
 def child(given: dict[str, Any]) -> None:
     """One engine: warm up, follow-ups, first asks, a crowd; then wait until all is stored."""
-    from vllm import LLM, SamplingParams  # noqa: PLC0415 - the parent needs no vLLM
+    # the parent needs no vLLM
+    from prometheus_client import REGISTRY  # noqa: PLC0415
+    from vllm import LLM, SamplingParams  # noqa: PLC0415
 
     transfer = transfer_config(given["arm"], Path(given["place"]), given["host_bytes"])
     llm = LLM(
@@ -232,16 +247,17 @@ def child(given: dict[str, Any]) -> None:
     result["at_once_cached"] = [output.num_cached_tokens for output in crowd_outputs]
     wait_until_stored(Path(given["place"]))
     result |= stored(Path(given["place"]))
-    metrics = llm.get_metrics()
     result["tokens_by_source"] = {
         metric.labels.get("source", ""): metric.value
-        for metric in metrics
+        for metric in llm.get_metrics()
         if metric.name.endswith("prompt_tokens_cached_by_source")
     }
+    # vLLM's own snapshot has only the names of vLLM
     result["scheduler_calls"] = {
-        f"{metric.name} {metric.labels['method']}": metric.value
-        for metric in metrics
-        if metric.name.startswith("kvdepot_scheduler")
+        f"{sample.name} {sample.labels['method']}": sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name.startswith("kvdepot_scheduler") and sample.name.endswith("_total")
     }
     Path(given["answer"]).write_text(json.dumps(result))
 
