@@ -58,6 +58,8 @@ def test_what_one_process_computed_the_next_one_reads(tmp_path, model, block, pe
     assert [answer.tokens for answer in then.answers[:2]] == [a.tokens for a in first.answers]
     assert then.loaded == first.stored, "rows came back other than they were stored"
     assert then.counters["load_blocks_total"] == len(first.stored)
+    cached = sum(answer.cached for answer in then.answers)
+    assert then.metrics["vllm:prompt_tokens_cached_by_source_total disk"] == cached
     assert then.errors == {}
 
 
@@ -183,9 +185,10 @@ def test_late_and_damaged_storage_costs_time_and_nothing_else(tmp_path, model):
     }
     asks = [{"seed": seed, "length": 600} for seed in (1, 2)]
     first = run_engine(tmp_path, asks=asks, **settings)
-    hung = {**settings, "read_s": 5.0, "tier": {"io": "threads", "load_deadline_s": 0.2}}
+    hung = {**settings, "read_s": 60.0, "tier": {"io": "threads", "load_deadline_s": 0.2}}
     late = run_engine(tmp_path, asks=asks, **hung)
     assert [answer.cached for answer in late.answers] == [0, 0]
+    assert max(answer.took_s for answer in late.answers) < 40, "a request waited for hung storage"
     assert [answer.tokens for answer in late.answers] == [a.tokens for a in first.answers]
     for segment in segment_files(tmp_path / "pool"):
         flip_byte(segment, segment.stat().st_size // 2)
@@ -195,3 +198,24 @@ def test_late_and_damaged_storage_costs_time_and_nothing_else(tmp_path, model):
     assert min(answer.cached for answer in then.answers) < 576
     assert set(then.loaded.items()) <= set(first.stored.items())
     assert late.errors == then.errors == {}
+
+
+def test_requests_that_are_preempted_and_come_back_get_the_right_answers(tmp_path, model):
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "pool": str(tmp_path / "pool"),
+        "engine": {"block_size": 32, "enable_prefix_caching": False, "max_model_len": 512},
+        "tokens": 90,
+    }
+    asks = [{"seed": seed, "length": 300} for seed in (1, 2, 3)]
+    alone = run_engine(tmp_path, asks=asks, **settings)
+    # room on the device for two of them and a half
+    cramped = {**settings, "engine": {**settings["engine"], "num_gpu_blocks_override": 30}}
+    together = [{"seed": 1, "length": 300, "beside": [2, 3]}] * 2
+    then = run_engine(tmp_path, asks=together, **cramped)
+    tokens = [answer.tokens for answer in alone.answers]
+    assert [answer.tokens for answer in then.answers] == tokens * 2
+    assert sum(answer.cached for answer in then.answers[:3]) == 3 * 288
+    assert then.metrics["vllm:num_preemptions_total"] > 0
+    assert then.loaded.items() >= alone.stored.items()
+    assert then.errors == {}

@@ -7,6 +7,7 @@ digest of every row as it is stored and as it was loaded.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -132,19 +133,27 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     )
     ready_s = time.monotonic() - began_s
     sampling = SamplingParams(temperature=0, max_tokens=settings.get("tokens", 6), ignore_eos=True)
-    answers = []
+    answers: list[dict[str, Any]] = []
     for ask in settings["asks"]:
-        given = {"prompt_token_ids": prompt(ask["seed"], ask["length"])}
+        given: Any = {"prompt_token_ids": prompt(ask["seed"], ask["length"])}
         if "salt" in ask:
             given["cache_salt"] = ask["salt"]
         lora = lora_request(ask["lora"]) if "lora" in ask else None
         if "abort_after_s" in ask:
             abort(llm, given, sampling, ask["abort_after_s"])
             continue
-        (done,) = llm.generate([given], sampling, use_tqdm=False, lora_request=lora)
-        answers.append(
-            {"cached": done.num_cached_tokens, "tokens": list(done.outputs[0].token_ids)}
-        )
+        began_s = time.monotonic()
+        prompts = [given] + [
+            {"prompt_token_ids": prompt(seed, ask["length"])} for seed in ask.get("beside", ())
+        ]
+        answers += [
+            {
+                "cached": done.num_cached_tokens,
+                "tokens": list(done.outputs[0].token_ids),
+                "took_s": time.monotonic() - began_s,
+            }
+            for done in llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+        ]
         time.sleep(ask.get("pause_s", 0))
     found: dict[str, Any] = {"answers": answers, "ready_s": ready_s}
     for connector in CONNECTORS:
@@ -157,6 +166,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
             found["counters"] = tier.counters.snapshot()
             found["errors"] = tier.times.errors
             found["calls"] = {name: tier.times.calls(name) for name in tier.times.counts}
+    found["metrics"] = metrics()
     llm.llm_engine.engine_core.shutdown()
     return {**found, "stored": STORED, "loaded": LOADED}
 
@@ -176,6 +186,16 @@ def abort(llm: Any, given: Any, sampling: Any, after_s: float) -> None:
     assert len(tier.jobs), "the load is over already"
     (number,) = engine.output_processor.request_states
     engine.abort_request([number], internal=True)
+
+
+def metrics() -> dict[str, float]:
+    """All metrics that vLLM shows, by name and labels."""
+    found = {}
+    for family in importlib.import_module("prometheus_client").REGISTRY.collect():
+        for sample in family.samples:
+            told = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[" ".join([sample.name, *told.values()])] = sample.value
+    return found
 
 
 def lora_request(given: dict[str, Any]) -> Any:

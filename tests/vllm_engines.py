@@ -17,6 +17,8 @@ START_S = 300
 class Answer(NamedTuple):
     cached: int
     tokens: list[int]
+    #: until all that were asked together have their answers
+    took_s: float
 
 
 class Report(NamedTuple):
@@ -28,6 +30,8 @@ class Report(NamedTuple):
     loaded: dict[str, str]
     errors: dict[str, int]
     calls: dict[str, int]
+    #: by name and label values
+    metrics: dict[str, float]
     log: str
 
 
