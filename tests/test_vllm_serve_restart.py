@@ -37,7 +37,7 @@ def test_a_restarted_server_answers_a_follow_up_from_the_pool(model, tmp_path):
     first, second = (f"{document}\n\nQuestion: {each}\nAnswer:" for each in QUESTIONS)
     pool = tmp_path / "pool"
     options = {
-        "options": ["--capacity", "1GiB", "--host-bytes", "512MiB"],
+        "options": ["--capacity", "1GiB", "--host-bytes", "128MiB"],
         "arguments": ARGUMENTS,
         "environment": {"OMP_NUM_THREADS": "2"},
     }

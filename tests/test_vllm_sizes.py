@@ -211,8 +211,9 @@ def test_it_holds_two_of_the_longest_requests():
 def test_it_takes_at_most_half_and_then_warns_with_the_number():
     found = choose(request_bytes=20 * GIB)
     assert found.size_bytes == 16 * GIB
-    assert "20 GiB" in found.warning
-    assert "--host-bytes 20GiB" in found.warning
+    assert "takes 20 GiB" in found.warning
+    assert "beginning that fits" in found.warning
+    assert "--host-bytes 40GiB" in found.warning
 
 
 def test_replicas_share_the_machine():
@@ -222,8 +223,11 @@ def test_replicas_share_the_machine():
 
 
 def test_an_explicit_size_wins_and_is_warned_of_when_small():
-    assert choose(explicit=2 * GIB).size_bytes == 2 * GIB
-    assert "--host-bytes 1024MiB" in choose(explicit=512 * MIB).warning
+    found = choose(explicit=2 * GIB)
+    assert (found.size_bytes, found.warning) == (2 * GIB, "")
+    assert "beginning that fits" in choose(explicit=512 * MIB).warning
+    assert "is not kept" in choose(explicit=GIB).warning
+    assert "--host-bytes 2GiB" in choose(explicit=GIB).warning
 
 
 def test_shared_memory_of_a_container_is_too_small():

@@ -28,6 +28,12 @@ START_S = 240.0
 ASK_S = 120.0
 STOP_S = 40.0
 NAME = "served"
+#: even a test run that is killed leaves no server: the kernel ends it with the thread that started it
+_DIE_WITH_US = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
+    "os.execv(sys.argv[1], sys.argv[1:])\n"
+)
 _ENVIRONMENT = {
     "PYTHONPATH": str(SOURCE),
     "HF_HUB_OFFLINE": "1",
@@ -202,7 +208,8 @@ def start(
         environment: added to this process's own.
     """
     port = _free_port()
-    command = [sys.executable, "-m", "kvdepot", "serve", str(model), "--pool", str(pool), *options]
+    command = [sys.executable, "-c", _DIE_WITH_US, sys.executable, "-m", "kvdepot", "serve"]
+    command += [str(model), "--pool", str(pool), *options]
     command += ["--", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME]
     command += ["--disable-uvicorn-access-log", *arguments]
     with log.open("ab") as output:

@@ -65,14 +65,24 @@ def choose_host_bytes(
             hint="in a container: --shm-size or --ipc=host; otherwise remount it larger,"
             " or give less: --host-bytes",
         )
-    warning = ""
+    return HostBytes(count, reason, _warning(count, request_bytes))
+
+
+def _warning(count: int, request_bytes: int) -> str:
+    if request_bytes <= count // 2:
+        return ""
+    longest = f"one request of the longest length takes {format_bytes(request_bytes)}"
+    advice = f"give --host-bytes {_written(2 * request_bytes)}, or limit --max-model-len"
     if request_bytes > count:
-        warning = (
-            f"the host tier of {format_bytes(count)} is smaller than one request of the longest"
-            f" length, {format_bytes(request_bytes)}: of such a request only a part is reused;"
-            f" give --host-bytes {_written(request_bytes)}, or limit --max-model-len"
+        return (
+            f"{longest} and the host tier has {format_bytes(count)}: only the beginning that fits is"
+            f" reused; {advice}"
         )
-    return HostBytes(count, reason, warning)
+    # the other half stays for loads, however slow the storage is
+    return (
+        f"{longest} and stores may use half of the host tier, {format_bytes(count // 2)}: where the"
+        f" storage is slow, the end of such a request is not kept; {advice}"
+    )
 
 
 def _chosen(
