@@ -14,6 +14,7 @@ import tests.needs_vllm  # noqa: F401  # isort: skip
 
 import torch
 from safetensors.torch import save_file
+from transformers import Gemma3TextConfig
 
 from kvdepot.testing.damage import flip_byte
 from tests.pool_rig import segment_files
@@ -198,6 +199,29 @@ def test_late_and_damaged_storage_costs_time_and_nothing_else(tmp_path, model):
     assert min(answer.cached for answer in then.answers) < 576
     assert set(then.loaded.items()) <= set(first.stored.items())
     assert late.errors == then.errors == {}
+
+
+def test_layers_with_sliding_windows_come_back_too(tmp_path):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        **{**SMALL, "num_hidden_layers": 6, "head_dim": 32, "max_position_embeddings": 4096},
+        sliding_window=64,
+        layer_types=kinds * 2,
+    )
+    settings: dict[str, Any] = {
+        "model": str(save_tiny(tmp_path / "model", config=config)),
+        "pool": str(tmp_path / "pool"),
+        "engine": {"block_size": 32},
+    }
+    asks = [{"seed": 1, "length": 700}]
+    first = run_engine(tmp_path, asks=asks, **settings)
+    then = run_engine(tmp_path, asks=[*asks, {"seed": 2, "length": 300}], **settings)
+    assert then.identity is not None
+    assert [group["kind"] for group in then.identity["groups"]].count("window") == 2
+    assert [answer.cached for answer in then.answers] == [672, 0]
+    assert then.answers[0].tokens == first.answers[0].tokens
+    assert then.loaded.items() <= first.stored.items()
+    assert then.errors == {}
 
 
 def test_requests_that_are_preempted_and_come_back_get_the_right_answers(tmp_path, model):

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingKVEventsConfig,
@@ -83,6 +85,11 @@ def offloading_config(**changes: Any) -> OffloadingConfig:
     return OffloadingConfig(**{**fields, **changes})
 
 
+def cache_config() -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    return KVCacheConfig(10, [], [KVCacheGroupSpec(["model.layers.0", "model.layers.1"], spec)])
+
+
 def row_identity(**changes: Any) -> Identity:
     identity = replaced(IDENTITY, "groups", (replaced(GROUP, "block_bytes", ROW_BYTES),))
     for name, value in changes.items():
@@ -155,7 +162,7 @@ class TierRig:
             kv_events_config=OffloadingKVEventsConfig(events, False),
             _scheduler_mmap=self.region,
         )
-        engine = Engine(SimpleNamespace(), SimpleNamespace()) if has_engine else None
+        engine = Engine(SimpleNamespace(), cache_config()) if has_engine else None
         with engine_is(engine):  # type: ignore[arg-type]
             self.tier = RigTier(
                 spec,

@@ -37,7 +37,7 @@ class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Geometry of one KV-cache group: the layers whose KV of a token run forms one block."""
 
     name: str
-    #: ``full`` attention only; ``window`` and ``state`` groups are refused until they are supported
+    #: ``full`` attention or a sliding ``window`` of it; recurrent ``state`` is refused until it is supported
     kind: str
     layers: tuple[int, ...]
     #: KV heads per layer that this rank holds

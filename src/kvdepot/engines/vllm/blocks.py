@@ -52,6 +52,11 @@ class RequestBlocks:
         """False for what cannot be told from other requests."""
         return self._extras is not None
 
+    @property
+    def root(self) -> BlockKey:
+        """The parent of a chunk that needs no other."""
+        return root_key(self._identity_digest)
+
     def key(self, offload_key: OffloadKey) -> BlockKey:
         """The pool's key of a chunk."""
         found = self._keys.get(offload_key)
@@ -108,7 +113,7 @@ class RequestBlocks:
                 before = self._order[place]
                 if before[-_GROUP_BYTES:] == group:
                     return self.key(before)
-        return root_key(self._identity_digest)
+        return self.root
 
     # below
 

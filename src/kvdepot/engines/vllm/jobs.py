@@ -7,7 +7,7 @@ which chunks, so that the connector can let requests go on without them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
@@ -43,12 +43,20 @@ class TierJobs:
     Args:
         region: where the rows are.
         block_tokens: tokens of a chunk, by group.
+        chained: groups in which a chunk is of no use without the one before it.
         clock: for waiting.
     """
 
-    def __init__(self, region: HostRegion, block_tokens: Mapping[int, int], clock: Clock) -> None:
+    def __init__(
+        self,
+        region: HostRegion,
+        block_tokens: Mapping[int, int],
+        chained: Collection[int],
+        clock: Clock,
+    ) -> None:
         self._region = region
         self._block_tokens = block_tokens
+        self._chained = chained
         self._clock = clock
         self._moving: dict[int, _Moving] = {}
         self._refused: list[Ended] = []
@@ -121,8 +129,9 @@ class TierJobs:
         context: ReqContext,
     ) -> Iterator[Write]:
         for key in keys:
-            tokens = self._block_tokens[get_offload_group_idx(key)]
-            yield Write(blocks.key(key), blocks.parent(key, context), rows[key], tokens)
+            group = get_offload_group_idx(key)
+            parent = blocks.parent(key, context) if group in self._chained else blocks.root
+            yield Write(blocks.key(key), parent, rows[key], self._block_tokens[group])
 
     def _end(self, number: int, moving: _Moving) -> Ended:
         job = moving.job

@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 
 _DRAIN_LOG_S = 10.0
 #: kinds of groups whose chunks can be kept and given back
-_KINDS = frozenset({"full"})
+_KINDS = frozenset({"full", "window"})
 
 
 class KvdepotTier(SecondaryTierManager):
@@ -105,7 +106,9 @@ class KvdepotTier(SecondaryTierManager):
             group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
             for group in config.groups
         }
-        self.jobs = TierJobs(self.region, tokens, self._clock)
+        #: groups whose chunks are asked for from the first on; of a window, the last ones are
+        self._chained = self._chained_groups()
+        self.jobs = TierJobs(self.region, tokens, self._chained, self._clock)
         self._opening: PoolOpening | None = None
         if self.engine is None:
             log.error(
@@ -136,20 +139,27 @@ class KvdepotTier(SecondaryTierManager):
         """The open pool."""
         return self._opening.pool if self._opening is not None else None
 
+    def _kinds(self) -> dict[int, str]:
+        assert self.engine is not None
+        groups = self.engine.kv_cache_config.kv_cache_groups
+        numbers = [group.group_id for group in self._offloading_spec.config.groups]
+        return {number: group_kind(groups[number].kv_cache_spec) for number in numbers}
+
+    def _chained_groups(self) -> frozenset[int]:
+        kinds = self._kinds() if self.engine is not None else {}
+        return frozenset(number for number, kind in kinds.items() if kind == "full")
+
     def _find_identity(self, facts: Sequence[WorkerFacts]) -> Identity:
         engine = self.engine
         assert engine is not None
         config = self._offloading_spec.config
-        kinds = {
-            group.group_id: group_kind(
-                engine.kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
-            )
-            for group in config.groups
-        }
+        kinds = self._kinds()
         other = {number: kind for number, kind in kinds.items() if kind not in _KINDS}
         if other:
             named = ", ".join(f"group {number} is {kind}" for number, kind in other.items())
-            raise UnsupportedModel(f"only full attention can be kept yet, and {named}")
+            raise UnsupportedModel(
+                f"only full attention and sliding windows can be kept yet, and {named}"
+            )
         identity = identity_of(engine, config, row_bytes=self.region.row_bytes, facts=facts)
         if identity.undetermined:
             raise IdentityUnknown(
@@ -197,7 +207,11 @@ class KvdepotTier(SecondaryTierManager):
         if not blocks.is_cacheable or blocks.is_given_up:
             return LookupResult.MISS
         is_held = blocks.holds(
-            key, req_context, pool.lookup, generation=self._generation, is_chained=True
+            key,
+            req_context,
+            pool.lookup,
+            generation=self._generation,
+            is_chained=get_offload_group_idx(key) in self._chained,
         )
         if key not in blocks.counted:  # vLLM asks again in each step that a request waits
             blocks.counted.add(key)
