@@ -42,7 +42,6 @@ def name_of(path: Path) -> str:
 NAMES = [name_of(path) for path in MODULES]
 #: import an extra's library at their head
 NEED_EXTRAS = (
-    "kvdepot.bench",
     "kvdepot.cli",
     "kvdepot.demo",
     "kvdepot.engines",

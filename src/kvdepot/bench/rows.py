@@ -25,6 +25,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     round: str
     arm: str
     seq: int
+    #: tokens that the document was cut to; 0 outside of the rounds
+    length: int = 0
     #: how often this part of the plan was begun; only the last one counts
     attempt: int = 0
     kind: Kind = "measured"

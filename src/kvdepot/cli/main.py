@@ -48,6 +48,11 @@ app.command(
     name="simulate",
     help="Replay a trace through the policies: TTFT, token share, bytes, and what was refused and why.",
 )
+app.command(
+    "kvdepot.cli.bench:app",
+    name="bench",
+    help="Measure what a tier brings: rounds, peak, contention; compare and import results.",
+)
 
 app.command(
     "kvdepot.cli.vllm:serve",
@@ -61,7 +66,10 @@ app.command(
 )
 
 #: libraries that only some commands need, and the extra that brings them
-_EXTRA_OF = dict.fromkeys(("accelerate", "gguf", "torch", "transformers"), "demo")
+_EXTRA_OF = {
+    **dict.fromkeys(("accelerate", "gguf", "torch", "transformers"), "demo"),
+    "aiohttp": "bench",
+}
 _FAILED = 2
 _INTERRUPTED = 130
 

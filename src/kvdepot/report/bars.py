@@ -10,7 +10,7 @@ from kvdepot.report.page import Html, tag, text
 __all__ = ["KINDS", "Bar", "bars", "legend"]
 
 #: the looks that parts may have, told apart by pattern as well as by colour
-KINDS = ("a", "b", "c")
+KINDS = ("a", "b", "c", "d", "e", "f")
 
 
 class Bar(NamedTuple):

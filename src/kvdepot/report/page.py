@@ -16,9 +16,11 @@ Html = NewType("Html", str)
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1c1e; --soft: #5b6167; --paper: #fff; --rule: #d6d9dc;
-  --track: #eef0f2; --a: #1f6feb; --b: #9a6700; --c: #1a7f37; --bad: #b42318; }
+  --track: #eef0f2; --a: #1f6feb; --b: #9a6700; --c: #1a7f37; --d: #8250df; --e: #57606a;
+  --f: #bf3989; --bad: #b42318; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8eaed; --soft: #a2a9b0; --paper: #16181b;
-  --rule: #3a3f44; --track: #24282c; --a: #4c94ff; --b: #d4a72c; --c: #3fb950; --bad: #ff7b72; } }
+  --rule: #3a3f44; --track: #24282c; --a: #4c94ff; --b: #d4a72c; --c: #3fb950; --d: #b48cf2;
+  --e: #8b949e; --f: #f778ba; --bad: #ff7b72; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -48,12 +50,32 @@ dt { color: var(--soft); } dd { margin: 0; }
   transparent 0 4px, rgba(255,255,255,.45) 4px 6px); }
 .part.c, .key.c { background-color: var(--c); background-image: repeating-linear-gradient(90deg,
   transparent 0 3px, rgba(255,255,255,.45) 3px 5px); }
+.part.d, .key.d { background-color: var(--d); background-image: repeating-linear-gradient(0deg,
+  transparent 0 3px, rgba(255,255,255,.45) 3px 5px); }
+.part.e, .key.e { background-color: var(--e); }
+.part.f, .key.f { background-color: var(--f); background-image: repeating-linear-gradient(-45deg,
+  transparent 0 4px, rgba(255,255,255,.45) 4px 6px); }
+figure { margin: .5rem 0 1rem; }
+.chart { width: 100%; height: auto; max-width: 48rem; }
+.chart text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
+.grid { stroke: var(--rule); stroke-width: 1; }
+.line { fill: none; stroke-width: 2; stroke: var(--e); }
+.line.a { stroke: var(--a); } .line.b { stroke: var(--b); } .line.c { stroke: var(--c); }
+.line.d { stroke: var(--d); } .line.f { stroke: var(--f); }
+.mark { fill: var(--e); } .mark.a { fill: var(--a); } .mark.b { fill: var(--b); }
+.mark.c { fill: var(--c); } .mark.d { fill: var(--d); } .mark.f { fill: var(--f); }
+.sample { width: 34px; height: 10px; margin-right: .35rem; }
+.badge { display: inline-block; padding: .1rem .6rem; border: 2px solid currentColor;
+  border-radius: 3px; font-weight: 600; }
+.badge.good { color: var(--c); } .badge.fair { color: var(--b); } .badge.poor { color: var(--bad); }
+.rows { color: var(--soft); font-size: .8rem; font-family: ui-monospace, monospace; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; font-size: .9rem; }
 .key { display: inline-block; width: 1rem; height: .8rem; margin-right: .35rem; border-radius: 2px; }
 .part, .key, .track { -webkit-print-color-adjust: exact; print-color-adjust: exact; }
 @media (max-width: 30rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; } }
 @media print { body { max-width: none; padding: 0; } h2 { break-after: avoid; }
-  .bar, tr, blockquote { break-inside: avoid; } }
+  .bar, tr, figure, blockquote { break-inside: avoid; }
+  .wide { overflow: visible; } table { font-size: .8rem; } }
 """.strip()
 
 

@@ -43,6 +43,7 @@ def make_app(
     clock: Clock,
     depot: Depots | None,
     body_bytes_max: int,
+    block_tokens: int = 1,
 ) -> web.Application:
     """The application.
 
@@ -53,8 +54,11 @@ def make_app(
         clock: for the time of creation in answers.
         depot: how to see and to settle the depot; None without one.
         body_bytes_max: larger bodies are refused.
+        block_tokens: that reuse comes in, for the metrics.
     """
-    routes = _Routes(thread, model, version, clock, depot)
+    routes = _Routes(
+        thread, model=model, version=version, clock=clock, depot=depot, block_tokens=block_tokens
+    )
     app = web.Application(client_max_size=body_bytes_max, middlewares=[_errors_as_json])
     app.router.add_post("/v1/completions", routes.completions)
     app.router.add_post("/v1/chat/completions", routes.chat)
@@ -95,13 +99,21 @@ class _Routes:
     """Handlers, and what they share."""
 
     def __init__(
-        self, thread: EngineThread, model: str, version: str, clock: Clock, depot: Depots | None
+        self,
+        thread: EngineThread,
+        *,
+        model: str,
+        version: str,
+        clock: Clock,
+        depot: Depots | None,
+        block_tokens: int,
     ) -> None:
         self._thread = thread
         self._model = model
         self._version = version
         self._clock = clock
         self._depot = depot
+        self._block_tokens = block_tokens
         self._count = 0
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -143,6 +155,7 @@ class _Routes:
         page.add("kvdepot_engine_requests_waiting", self._thread.waiting)
         page.add("kvdepot_engine_requests_running", int(self._thread.is_running))
         page.add("kvdepot_engine_kv_token_bytes", self._thread.engine.token_bytes)
+        page.add("kvdepot_engine_block_tokens", self._block_tokens)
         page.add("kvdepot_build_info", 1, f'version="{self._version}"')
         for name, count in (self._depot[0]() if self._depot is not None else {}).items():
             page.add(f"kvdepot_{name}", count, help_text=METRICS[name])

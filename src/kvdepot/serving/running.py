@@ -62,6 +62,7 @@ def serve_embedded(
             clock=clock,
             depot=_depot_of(engine),
             body_bytes_max=settings.body_bytes_max,
+            block_tokens=engine.plan.block_tokens,
         )
         thread.start()
         try:

@@ -1,0 +1,326 @@
+"""The rounds: which engine is started when, what it is asked, and what is counted around it.
+
+A *block* is one run of one arm: all rounds of that arm, in the plan's order. Blocks of different arms
+take turns, so that a machine that slowly changes changes for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvdepot.bench.asking import Asker, edge_of
+from kvdepot.bench.client import Client, Endpoint, Prompt
+from kvdepot.bench.launch import Launcher, Running
+from kvdepot.bench.oracle import Shadow
+from kvdepot.bench.plan import Arm, Plan, Round
+from kvdepot.bench.prompts import Material, document_of, units_of
+from kvdepot.bench.rows import Kind, Row
+from kvdepot.bench.session import Session
+from kvdepot.bench.windows import Probe, Window, compile_lines
+from kvdepot.clock import Clock
+from kvdepot.io.filesystem import drop_cached_pages
+from kvdepot.io.readrate import read_rate
+
+__all__ = ["CALIBRATION", "Block", "Conductor", "Tell", "schedule"]
+
+#: told what is being done, how many requests are done, and how many there are in all
+Tell = Callable[[str, int, int], None]
+
+CALIBRATION = Round(name="R0", role="recompute", expects="computed")
+
+
+class Block(NamedTuple):
+    """One run of one arm."""
+
+    run: int
+    arm: Arm
+
+
+class _Place(NamedTuple):
+    """Where in the plan a request is."""
+
+    run: int
+    arm: Arm
+    round: Round
+    length: int
+    attempt: int
+
+
+def schedule(plan: Plan, arms: Sequence[Arm]) -> list[Block]:
+    """The blocks in their order: A B B A, or shuffled within each run; readers behind what they read."""
+    order = random.Random(plan.seed)
+    blocks = []
+    for run in range(plan.runs):
+        turn = list(arms)
+        if plan.order == "random":
+            order.shuffle(turn)
+        elif run % 2:
+            turn.reverse()
+        turn.sort(key=lambda arm: arm.role == "reader")
+        blocks += [Block(run, arm) for arm in turn]
+    return blocks
+
+
+class Conductor:
+    """Runs the rounds of a plan.
+
+    Args:
+        session: where results go; what it has already is not done again.
+        material: what is asked about.
+        launcher: starts engines.
+        probe: reads the machine's counters.
+        clock: of all times.
+        tell: told of progress.
+        api_key: for endpoints that want one.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        material: Material,
+        launcher: Launcher,
+        probe: Probe,
+        *,
+        clock: Clock,
+        tell: Tell,
+        api_key: str = "",
+    ) -> None:
+        self._session = session
+        self._plan = session.state.plan
+        self._material = material
+        self._launcher = launcher
+        self._probe = probe
+        self._clock = clock
+        self._tell = tell
+        self._api_key = api_key
+        self._documents = session.documents()
+        #: warm-up requests of each length that the running process has had
+        self._warm: dict[int, int] = {}
+        #: what an endless cache of the running block's arm would hold
+        self._shadow: Shadow | None = None
+        self._done = 0
+        self._total = 0
+
+    def run(self) -> None:
+        """Measure what is not measured yet. Blocks; the engines are ended in the end."""
+        blocks = schedule(self._plan, self._session.state.arms)
+        self._total = sum(self._requests_of(block) for block in blocks)
+        try:
+            for block in blocks:
+                rounds = self._rounds_of(block)
+                if not rounds:
+                    continue
+                name = rounds[-1].name
+                if self._session.is_done(block.run, block.arm.name, round_name=name):
+                    self._done += self._requests_of(block)
+                    continue
+                attempt = self._session.attempt(block.run, block.arm.name)
+                self._block(block, rounds, attempt)
+                self._measure_ceiling(block)
+                self._session.mark_done(block.run, block.arm.name, name, attempt)
+        finally:
+            self._launcher.stop()
+
+    # which requests
+
+    def _rounds_of(self, block: Block) -> list[Round]:
+        rounds = [each for each in self._plan.rounds if each.role == block.arm.role]
+        calibrates = block.run == 0 and block.arm.role == "recompute"
+        if rounds and calibrates and self._plan.calibrate_tokens:
+            rounds.insert(0, CALIBRATION)
+        return rounds
+
+    def _lengths_of(self, each: Round) -> Sequence[int]:
+        is_calibration = each is CALIBRATION
+        return self._plan.calibrate_tokens if is_calibration else self._plan.document_tokens
+
+    def _count_of(self, each: Round) -> int:
+        return 1 if each is CALIBRATION else each.requests or self._plan.requests
+
+    def _requests_of(self, block: Block) -> int:
+        total = 0
+        warm: set[int] = set()
+        for each in self._rounds_of(block):
+            lengths = self._lengths_of(each)
+            total += len(lengths) * self._count_of(each)
+            warm = set() if each.restarts else warm
+            total += self._plan.warmup_requests * len(set(lengths) - warm)
+            warm |= set(lengths)
+        return total
+
+    # doing it
+
+    def _block(self, block: Block, rounds: Sequence[Round], attempt: int) -> None:
+        arm = block.arm
+        self._shadow = None
+        for index, each in enumerate(rounds):
+            is_fresh = index == 0 or each.restarts
+            if is_fresh:
+                self._step(f"run {block.run + 1}, {arm.name}: starting the engine")
+                self._launcher.stop()
+                self._warm.clear()
+            running = self._launcher.start(arm, is_fresh=is_fresh)
+            asyncio.run(self._round(running, block, each, attempt))
+
+    def _measure_ceiling(self, block: Block) -> None:
+        """Once for each arm with a pool: how fast its files can be read, with nothing beside it."""
+        if block.run or not block.arm.pool:
+            return
+        self._launcher.stop()
+        drop_cached_pages(block.arm.pool, "*")
+        rate = read_rate(block.arm.pool, self._clock)
+        if rate is not None:
+            self._session.keep_ceiling(block.arm.name, rate)
+
+    async def _round(self, running: Running, block: Block, each: Round, attempt: int) -> None:
+        arm = block.arm
+        async with self._client(running, arm) as client:
+            lengths = self._lengths_of(each)
+            await self._cut_documents(client, lengths)
+            for length in lengths:
+                place = _Place(block.run, arm, each, length, attempt)
+                await self._measure(client, running, place)
+
+    def _client(self, running: Running, arm: Arm) -> Client:
+        endpoint = Endpoint(
+            url=running.url,
+            model=arm.model if not arm.command else "",
+            api=self._plan.api,
+            salt=arm.salt,
+            api_key=self._api_key,
+        )
+        return Client(endpoint, clock=self._clock)
+
+    async def _cut_documents(self, client: Client, lengths: Sequence[int]) -> None:
+        missing = [length for length in lengths if length not in self._documents]
+        for length in missing:
+            prompts = await document_of(self._material, length, client.token_ids)
+            self._documents[length] = prompts
+        if missing:
+            self._session.keep_documents(self._documents)
+
+    async def _measure(self, client: Client, running: Running, place: _Place) -> None:
+        arm, each = place.arm, place.round
+        name = f"run {place.run + 1}, {arm.name}, {each.name}"
+        shadow = self._shadow or Shadow(arm.block_tokens)
+        self._shadow = shadow
+        asker = Asker(client, shadow, self._session.add_row, is_alone=True)
+        notes = await self._reset(client, running, each)
+        for seq in range(self._warm.get(place.length, 0), self._plan.warmup_requests):
+            self._step(f"{name}: warm-up", adds=1)
+            await self._ask(client, asker, place, seq, kind="warmup")
+            self._warm[place.length] = seq + 1
+        is_settled = await _settle(client, arm)
+        if each.drops_pages and arm.pool:
+            await asyncio.to_thread(drop_cached_pages, arm.pool, "*")
+        residency = await asyncio.to_thread(self._probe.residency, arm.pool)
+        await self._remember(client, shadow, place)
+        begin = await edge_of(client, running, arm, self._probe, self._clock)
+        count = self._count_of(each)
+        for seq in range(count):
+            self._step(f"{name}: request {seq + 1} of {count}", adds=1)
+            await self._ask(client, asker, place, seq, kind="measured")
+        if each.salts == "fresh":
+            is_settled = await _settle(client, arm)
+        end = await edge_of(client, running, arm, self._probe, self._clock)
+        log = await asyncio.to_thread(self._probe.log, running.log)
+        self._session.add_window(
+            Window(
+                run=place.run,
+                round=each.name,
+                arm=arm.name,
+                role=arm.role,
+                attempt=place.attempt,
+                length=place.length,
+                begin=begin,
+                end=end,
+                attribution=asker.attribution,
+                planned=count,
+                warmups=self._warm.get(place.length, 0),
+                is_restarted=running.is_new,
+                is_settled=is_settled,
+                page_residency=residency,
+                compile_lines=compile_lines(log[begin.log_bytes : end.log_bytes]),
+                notes=tuple(notes),
+            )
+        )
+
+    async def _ask(
+        self, client: Client, asker: Asker, place: _Place, seq: int, *, kind: Kind
+    ) -> None:
+        question = self._question_of(place.round, seq)
+        text = self._documents[place.length].text(question)
+        prompt = Prompt(text, self._plan.output_tokens, self._salt(place, seq, kind))
+        units = units_of(await client.token_ids(text), text)
+        base = Row(
+            run=place.run,
+            round=place.round.name,
+            arm=place.arm.name,
+            seq=seq,
+            length=place.length,
+            attempt=place.attempt,
+            kind=kind,
+            question=question,
+        )
+        await asker.ask(prompt, units, base)
+
+    def _question_of(self, each: Round, seq: int) -> int:
+        """Whoever reads what another round stored asks another question, as a follow-up does."""
+        is_read_later = any(other.of == each.name for other in self._plan.rounds)
+        return seq + 1 if is_read_later else seq
+
+    def _salt(self, place: _Place, seq: int, kind: str) -> str:
+        each, arm, attempt = place.round, place.arm.name, place.attempt
+        if each.salts != "stored" or kind == "warmup":
+            return self._session.salt(place.run, arm, attempt, each.name, place.length, kind, seq)
+        if place.arm.role == "reader":
+            arm, attempt = self._source_of(place)
+        return self._session.salt(place.run, arm, attempt, each.of, place.length, "measured", seq)
+
+    def _source_of(self, place: _Place) -> tuple[str, int]:
+        """The arm that stored what a reader reads, and its attempt."""
+        stored = next(each for each in self._plan.rounds if each.name == place.round.of)
+        arms = self._session.state.arms
+        source = next(arm.name for arm in arms if arm.role == stored.role)
+        return source, self._session.done_attempt(place.run, source)
+
+    async def _remember(self, client: Client, shadow: Shadow, place: _Place) -> None:
+        """Have a reader's oracle know what another arm has stored."""
+        if place.arm.role != "reader":
+            return
+        source = place.round.of
+        for each in self._plan.rounds:
+            # follow-ups of the storing arm have stored their questions as well
+            if each.role == "reader" or source not in (each.name, each.of):
+                continue
+            for seq in range(self._count_of(each)):
+                text = self._documents[place.length].text(self._question_of(each, seq))
+                units = units_of(await client.token_ids(text), text)
+                shadow.add(self._salt(place, seq, "measured"), units)
+
+    async def _reset(self, client: Client, running: Running, each: Round) -> list[str]:
+        """Empty an engine's own caches where it could not be started anew."""
+        if not each.restarts or running.is_new:
+            return []
+        arm_resets = next(
+            (arm.resets for arm in self._session.state.arms if arm.role == each.role), ()
+        )
+        if not arm_resets:
+            return ["the engine was not started anew before this round"]
+        return [
+            f"{path} {'was accepted' if await client.post(path) else 'was REFUSED'}"
+            for path in arm_resets
+        ]
+
+    def _step(self, what: str, *, adds: int = 0) -> None:
+        self._done += adds
+        self._tell(what, self._done, self._total)
+
+
+async def _settle(client: Client, arm: Arm) -> bool | None:
+    """Wait until what was stored is visible; None where the engine cannot be asked."""
+    results = [await client.post(path) for path in arm.settles]
+    return all(results) if results else None

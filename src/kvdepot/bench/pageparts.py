@@ -1,0 +1,43 @@
+"""Pieces that several parts of the report use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvdepot.bench.quantiles import Quantile
+from kvdepot.bench.words import Words, seconds_text
+from kvdepot.report.page import Html, tag, text
+
+__all__ = ["Cell", "data_table", "interval_text", "tail_text"]
+
+
+class Cell(NamedTuple):
+    """A cell of a table that is markup; everything else is text, and is escaped."""
+
+    markup: Html
+
+
+def interval_text(value: Quantile) -> str:
+    """An interval, as far as it is bounded."""
+    if value.low is None or value.high is None:
+        return "-"
+    return f"{seconds_text(value.low)} to {seconds_text(value.high)}"
+
+
+def tail_text(value: Quantile, words: Words) -> str:
+    """A tail quantile with its interval; the largest value where there is no upper bound."""
+    if not value.is_bounded:
+        return words("max_of", n=value.n, value=seconds_text(value.maximum))
+    return f"{seconds_text(value.value)} ({interval_text(value)})"
+
+
+def data_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
+    """A table that scrolls on a narrow screen; cells are values or `Cell`s."""
+
+    def cell(name: str, value: object) -> Html:
+        return tag(name, value.markup if isinstance(value, Cell) else text(value))
+
+    head = tag("tr", *(tag("th", text(each)) for each in heads))
+    body = [tag("tr", *(cell("td", value) for value in row)) for row in rows]
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")

@@ -1,0 +1,130 @@
+"""What an engine counts about itself, in one form whatever the engine.
+
+Counters only grow; what a window saw is the difference of two scrapes, and a counter that became
+smaller says that the engine was started anew inside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+__all__ = ["SOURCES", "Counts", "counts_of", "difference", "samples_of"]
+
+#: where a prompt's tokens can come from; ``external`` is what vLLM does not split into host and disk
+SOURCES = ("computed", "device", "host", "disk", "external")
+
+_SAMPLE = re.compile(
+    r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+([-+0-9.eE]+|NaN|[-+]?Inf)", re.MULTILINE
+)
+_LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_VLLM_SOURCES = {
+    "local_compute": "computed",
+    "local_cache_hit": "device",
+    "external_kv_transfer": "external",
+}
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums since the engine's start. None is what the engine does not say."""
+
+    #: prompt tokens by source; empty when the engine does not say
+    tokens: dict[str, int] = {}
+    #: payload bytes that the tier read and wrote
+    load_bytes: int | None = None
+    store_bytes: int | None = None
+    #: of KV for a token, by the model's config
+    token_bytes: int | None = None
+    block_tokens: int | None = None
+    #: loads that were given up, in blocks
+    given_up_blocks: int | None = None
+    corrupt_blocks: int | None = None
+    dropped_blocks: int | None = None
+    preemptions: int | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all sources."""
+        return sum(self.tokens.values())
+
+
+Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def samples_of(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Samples of a page in Prometheus' text format; comments and what is no sample are passed over."""
+    return {
+        (match[1], frozenset(_LABEL.findall(match[2] or ""))): float(match[3])
+        for match in _SAMPLE.finditer(page)
+    }
+
+
+def counts_of(page: str | None) -> Counts:
+    """The counts in a page of metrics; all unknown where there is none."""
+    samples = samples_of(page or "")
+    tokens: dict[str, int] = {}
+    for (name, labels), value in samples.items():
+        source = dict(labels).get("source", "")
+        if name == "kvdepot_engine_prompt_tokens_total":
+            tokens[source] = tokens.get(source, 0) + int(value)
+        elif name == "vllm:prompt_tokens_by_source_total" and source in _VLLM_SOURCES:
+            ours = _VLLM_SOURCES[source]
+            tokens[ours] = tokens.get(ours, 0) + int(value)
+
+    def total(*names: str) -> int | None:
+        """Of the first name that is there: an engine may count the same thing under two."""
+        for wanted in names:
+            found = [v for (name, _), v in samples.items() if name.endswith(wanted)]
+            if found:
+                return int(sum(found))
+        return None
+
+    def together(*names: str) -> int | None:
+        found = [count for name in names if (count := total(name)) is not None]
+        return sum(found) if found else None
+
+    return Counts(
+        tokens=tokens,
+        load_bytes=total("kvdepot_load_bytes_total", "kv_offload_tiering_read_bytes_total"),
+        store_bytes=total("kvdepot_store_bytes_total", "kv_offload_tiering_write_bytes_total"),
+        token_bytes=total("kvdepot_engine_kv_token_bytes"),
+        block_tokens=total("kvdepot_engine_block_tokens"),
+        given_up_blocks=together(
+            "kvdepot_load_given_up_blocks_total", "kvdepot_load_late_blocks_total"
+        ),
+        corrupt_blocks=total("kvdepot_corrupt_blocks_total"),
+        dropped_blocks=together(
+            "kvdepot_dropped_queue_full_total",
+            "kvdepot_dropped_pool_full_total",
+            "kvdepot_dropped_error_total",
+        ),
+        preemptions=total("vllm:num_preemptions_total"),
+    )
+
+
+def difference(after: Counts, before: Counts) -> Counts | None:
+    """What happened between two scrapes; None when a counter went back: the engine was restarted."""
+
+    def change(now: int | None, then: int | None) -> int | None:
+        return None if now is None else now - (then or 0)
+
+    changes = {
+        name: change(after.tokens[name], before.tokens.get(name, 0)) for name in after.tokens
+    }
+    tokens = {name: value for name, value in changes.items() if value is not None}
+    summed = (
+        "load_bytes",
+        "store_bytes",
+        "given_up_blocks",
+        "corrupt_blocks",
+        "dropped_blocks",
+        "preemptions",
+    )
+    fields = {name: change(getattr(after, name), getattr(before, name)) for name in summed}
+    if any(value < 0 for value in [*tokens.values(), *fields.values()] if value is not None):
+        return None
+    return Counts(
+        tokens=tokens, token_bytes=after.token_bytes, block_tokens=after.block_tokens, **fields
+    )

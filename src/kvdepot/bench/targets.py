@@ -1,0 +1,157 @@
+"""What is measured when nobody says otherwise: arms over the embedded engine, over vLLM, or at URLs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from kvdepot.bench.plan import Arm
+from kvdepot.errors import ConfigError
+
+__all__ = ["embedded_arms", "read_arms", "url_arms", "vllm_arms"]
+
+_EMBEDDED_BLOCK_TOKENS = 16
+_DRAIN = ("/drain",)
+#: what every vLLM arm is started with: the account of cached tokens is off by default
+_VLLM_ACCOUNT = ("--enable-prompt-tokens-details",)
+#: a load may take as long as it is still faster than computing: storage is what is measured
+_LOAD_SHARE = 0.5
+
+
+class _Arms(msgspec.Struct, forbid_unknown_fields=True):
+    arms: list[Arm]
+
+
+def embedded_arms(*, model: str, pool: str, host_bytes: int) -> list[Arm]:
+    """The engine that comes with the package: without a pool, and over one.
+
+    Args:
+        model: a folder or hub id; empty: the small model, fetched once.
+        pool: a folder; what the plan stores stays there until the pool's capacity evicts it.
+        host_bytes: memory between engine and pool.
+    """
+
+    def command(**settings: object) -> tuple[str, ...]:
+        fields = {"model": model, "load_share": _LOAD_SHARE, **settings}
+        # the port is put in when it is known
+        body = msgspec.json.encode(fields).decode()[:-1] + ',"port":{port}}'
+        return (sys.executable, "-P", "-m", "kvdepot.serving", body)
+
+    return [
+        Arm(name="recompute", role="recompute", command=command(), settles=_DRAIN),
+        Arm(
+            name="kvdepot",
+            role="tier",
+            command=command(pool=[pool], host_bytes=host_bytes),
+            pool=pool,
+            settles=_DRAIN,
+            block_tokens=_EMBEDDED_BLOCK_TOKENS,
+        ),
+    ]
+
+
+def vllm_arms(
+    *, model: str, pool: str, fs_pool: str, host_bytes: int, arguments: Sequence[str] = ()
+) -> list[Arm]:
+    """vLLM: without a tier and without its prefix cache; over a kvdepot pool; over its own ``fs`` tier.
+
+    Args:
+        model: a folder or hub id.
+        pool: folder of kvdepot's pool.
+        fs_pool: folder of vLLM's ``fs`` tier; empty: no such arm.
+        host_bytes: memory between device and pool, for both.
+        arguments: for vLLM, in all arms.
+    """
+    serve = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model)
+    common = ("--port", "{port}", *_VLLM_ACCOUNT, *arguments)
+    arms = [
+        Arm(
+            name="recompute",
+            role="recompute",
+            command=(*serve, *common, "--no-enable-prefix-caching"),
+            model=model,
+        ),
+        Arm(
+            name="kvdepot",
+            role="tier",
+            command=(
+                sys.executable,
+                *("-m", "kvdepot", "serve", model),
+                *("--pool", "{pool}", "--host-bytes", str(host_bytes)),
+                *("--", *common),
+            ),
+            pool=pool,
+            model=model,
+        ),
+    ]
+    if fs_pool:
+        config = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": host_bytes,
+                "secondary_tiers": [{"type": "fs", "root_dir": fs_pool}],
+            },
+        }
+        transfer = ("--kv-transfer-config", msgspec.json.encode(config).decode())
+        arms.append(
+            Arm(
+                name="vllm-fs",
+                role="tier",
+                command=(*serve, *common, *transfer),
+                pool=fs_pool,
+                model=model,
+            )
+        )
+    return arms
+
+
+def url_arms(
+    *, url: str, recompute_url: str, model: str, pool: str, is_by_hand: bool, salt: str
+) -> list[Arm]:
+    """Endpoints that run already, or that a person starts when asked.
+
+    Args:
+        url: of the engine with the tier.
+        recompute_url: of an engine without; empty: there is none, and no baseline.
+        model: empty: the first that the server names.
+        pool: folder under the tier, if it is on this host; empty: not known.
+        is_by_hand: ask a person to restart the engine where the plan wants it.
+        salt: ``field`` or ``nonce``.
+    """
+    if salt not in ("field", "nonce"):
+        raise ConfigError(f"salt must be field or nonce, not {salt!r}")
+
+    def arm(name: str, role: str, at: str, folder: str) -> Arm:
+        fields = {
+            "name": name,
+            "role": role,
+            "url": at.rstrip("/").removesuffix("/v1"),
+            "model": model,
+            "pool": folder,
+            "salt": salt,
+            "is_started_by_hand": is_by_hand,
+        }
+        return msgspec.convert(fields, Arm)
+
+    arms = [arm("recompute", "recompute", recompute_url, "")] if recompute_url else []
+    return [*arms, arm("tier", "tier", url, pool)]
+
+
+def read_arms(content: bytes, source: str) -> list[Arm]:
+    """Arms from a TOML file with ``[[arms]]``; ``command`` is a list of words.
+
+    Raises:
+        ConfigError: not such a file, or two arms of one name.
+    """
+    try:
+        arms = msgspec.toml.decode(content, type=_Arms).arms
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"arms {source}: {error}") from error
+    names = [arm.name for arm in arms]
+    if len(set(names)) < len(names) or not names:
+        raise ConfigError(f"arms {source}: no arms, or two of one name: {', '.join(names)}")
+    return arms

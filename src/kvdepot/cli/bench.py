@@ -1,0 +1,208 @@
+"""`kvdepot bench`: measure an engine with and without a tier, compare results, import others'."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from kvdepot.errors import ConfigError
+from kvdepot.units import parse_bytes
+
+if TYPE_CHECKING:
+    from kvdepot.bench.plan import Arm, Plan
+    from kvdepot.bench.summary import Summary
+
+__all__ = ["Target", "app", "report", "run"]
+
+app = App(
+    name="bench",
+    help="Measure what a KV-cache tier brings: rounds, peak, contention; compare and import results.",
+    help_format="plaintext",
+)
+
+_Lang = Literal["en", "zh"]
+_Part = Literal["rounds", "peak", "contention"]
+_POOL = "pool"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is measured."""
+
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    """What to start when no endpoint is given: auto is vLLM if it is installed and a model is named."""
+
+    url: str | None = None
+    """Base URL of an endpoint with the tier; it is not restarted unless --by-hand."""
+
+    recompute_url: str = ""
+    """Base URL of an endpoint without the tier."""
+
+    by_hand: bool = False
+    """Ask on the terminal to restart the engine where the plan wants it."""
+
+    salt: Literal["field", "nonce"] = "field"
+    """How an endpoint keeps repetitions apart: the field cache_salt, or a nonce before the prompt."""
+
+    arms: Path | None = None
+    """A TOML file with arms: names, roles, commands that start engines."""
+
+    model: str = ""
+    """A model folder or hub id; the embedded engine has a small model of its own."""
+
+    pool: Path | None = None
+    """Folder for the tier's pool; by default in the output folder. It grows by what is stored."""
+
+    host_bytes: str = "1GiB"
+    """Memory between engine and pool, for engines that are started."""
+
+    vllm_argument: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    """For vLLM, in all arms; give it several times."""
+
+
+@app.command
+def run(
+    *,
+    plan: str = "quick",
+    document: Path | None = None,
+    out: Path = Path("out/bench"),
+    runs: int | None = None,
+    only: Annotated[list[_Part] | None, Parameter(negative="")] = None,
+    lang: _Lang = "en",
+    target: Target = Target(),
+) -> int:
+    """Measure a plan's rounds, and its peak and contention tests, and write the report.
+
+    Without an endpoint, an engine is started: vLLM if it is installed and a model is named, else the
+    embedded engine with a small model. What was measured stays; the same command goes on with it. The key
+    of an endpoint is taken from OPENAI_API_KEY. Exit status 1 if the result is INVALID.
+
+    Args:
+        plan: A preset (quick, standard, article-a, article-b) or a TOML file.
+        document: A UTF-8 text to ask about; by default a text that is shipped.
+        out: Folder for the results.
+        runs: In place of the plan's.
+        only: Parts of the plan to run; by default all.
+        lang: Language of the report.
+        target: What is measured.
+    """
+    import msgspec
+
+    from kvdepot.bench.plan import PRESETS, preset, read_plan
+    from kvdepot.bench.prompts import read_material, shipped_material
+    from kvdepot.bench.run import measure
+    from kvdepot.cli.benchshow import BenchShow, print_summary
+    from kvdepot.io.results import read_whole
+
+    chosen = preset(plan) if plan in PRESETS else read_plan(read_whole(plan), plan)
+    if runs is not None:
+        chosen = msgspec.structs.replace(chosen, runs=runs, is_indicative=True)
+    chosen = _parts(chosen, only)
+    material = shipped_material() if document is None else read_material(str(document))
+    with BenchShow() as show:
+        summary = measure(
+            chosen,
+            _arms(target, (target.pool or out / _POOL).resolve()),
+            material,
+            out,
+            tell=show.tell,
+            ask_person=_ask_person if sys.stdin.isatty() else None,
+            api_key=os.environ.get("OPENAI_API_KEY", ""),
+        )
+    _write_page(summary, out, lang)
+    print_summary(summary)
+    return 1 if summary.verdict == "INVALID" else 0
+
+
+@app.command
+def report(result: Path, /, *, lang: _Lang = "en") -> int:
+    """Make summary and report of a result folder again, also of one that is not finished.
+
+    Args:
+        result: A folder that kvdepot bench run has written.
+        lang: Language of the report.
+    """
+    from kvdepot.bench.run import summarise_folder
+    from kvdepot.cli.benchshow import print_summary
+
+    summary = summarise_folder(result)
+    _write_page(summary, result, lang)
+    print_summary(summary)
+    return 1 if summary.verdict == "INVALID" else 0
+
+
+def _write_page(summary: Summary, out: Path, lang: _Lang) -> None:
+    from kvdepot.bench.page import result_page
+    from kvdepot.bench.run import samples_of_folder
+
+    samples = samples_of_folder(out, summary)
+    page = result_page(summary, lang=lang, samples=samples)
+    (out / "report.html").write_text(page, encoding="utf-8")
+    print(f"wrote {out / 'summary.json'} and {out / 'report.html'}", file=sys.stderr)
+
+
+def _parts(plan: Plan, only: list[_Part] | None) -> Plan:
+    import msgspec
+
+    if not only:
+        return plan
+    if "rounds" not in only:
+        plan = msgspec.structs.replace(plan, rounds=(), calibrate_tokens=())
+    if "peak" not in only:
+        plan = msgspec.structs.replace(plan, peak=None)
+    if "contention" not in only:
+        plan = msgspec.structs.replace(plan, contention=None)
+    return plan
+
+
+def _arms(target: Target, pool: Path) -> list[Arm]:
+    import importlib.util
+
+    from kvdepot.bench.targets import embedded_arms, read_arms, url_arms, vllm_arms
+    from kvdepot.io.results import read_whole
+
+    if target.arms is not None:
+        return read_arms(read_whole(target.arms), str(target.arms))
+    if target.url is not None:
+        return url_arms(
+            url=target.url,
+            recompute_url=target.recompute_url,
+            model=target.model,
+            pool=str(pool) if target.pool is not None else "",
+            is_by_hand=target.by_hand,
+            salt=target.salt,
+        )
+    host_bytes = parse_bytes(target.host_bytes)
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    _make(pool)
+    if target.engine == "embedded" or not (target.engine == "vllm" or (has_vllm and target.model)):
+        return embedded_arms(model=target.model, pool=str(pool), host_bytes=host_bytes)
+    if not target.model:
+        raise ConfigError("vLLM needs a model", hint="name it: --model FOLDER_OR_ID")
+    fs_pool = pool.with_name(pool.name + "-fs")
+    _make(fs_pool)
+    return vllm_arms(
+        model=target.model,
+        pool=str(pool),
+        fs_pool=str(fs_pool),
+        host_bytes=host_bytes,
+        arguments=target.vllm_argument,
+    )
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder}: {error.strerror}") from error
+
+
+def _ask_person(text: str) -> None:
+    print(text, file=sys.stderr)
+    input()
