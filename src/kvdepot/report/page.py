@@ -52,7 +52,8 @@ dt { color: var(--soft); } dd { margin: 0; }
   transparent 0 3px, rgba(255,255,255,.45) 3px 5px); }
 .part.d, .key.d { background-color: var(--d); background-image: repeating-linear-gradient(0deg,
   transparent 0 3px, rgba(255,255,255,.45) 3px 5px); }
-.part.e, .key.e { background-color: var(--e); }
+.part.e, .key.e { background-color: var(--e); background-image: repeating-linear-gradient(90deg,
+  transparent 0 7px, rgba(255,255,255,.45) 7px 8px); }
 .part.f, .key.f { background-color: var(--f); background-image: repeating-linear-gradient(-45deg,
   transparent 0 4px, rgba(255,255,255,.45) 4px 6px); }
 figure { margin: .5rem 0 1rem; }
