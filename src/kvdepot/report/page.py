@@ -52,9 +52,9 @@ dt { color: var(--soft); } dd { margin: 0; }
   transparent 0 3px, rgba(255,255,255,.45) 3px 5px); }
 .part.d, .key.d { background-color: var(--d); background-image: repeating-linear-gradient(0deg,
   transparent 0 3px, rgba(255,255,255,.45) 3px 5px); }
-.part.e, .key.e { background-color: var(--e); background-image: repeating-linear-gradient(90deg,
+.part.e, .key.e { background-color: var(--e); background-image: repeating-linear-gradient(20deg,
   transparent 0 7px, rgba(255,255,255,.45) 7px 8px); }
-.part.f, .key.f { background-color: var(--f); background-image: repeating-linear-gradient(-45deg,
+.part.f, .key.f { background-color: var(--f); background-image: repeating-linear-gradient(135deg,
   transparent 0 4px, rgba(255,255,255,.45) 4px 6px); }
 figure { margin: .5rem 0 1rem; }
 .chart { width: 100%; height: auto; max-width: 48rem; }
