@@ -46,6 +46,7 @@ NEED_EXTRAS = (
     "kvdepot.demo",
     "kvdepot.engines",
     "kvdepot.io.models",
+    "kvdepot.recording",
     "kvdepot.serving",
 )
 by_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)

@@ -116,7 +116,7 @@ def audit(
     if not ordered.records:
         raise ConfigError(f"{name}: no requests")
     bytes_per_token = options.kv_bytes_per_token
-    if reading.kind.endswith(" trace") and reading.kind != "audit trace":
+    if reading.kind in ("chained trace", "content trace"):
         parts = trace_parts(
             ordered.records,
             threshold=options.threshold,

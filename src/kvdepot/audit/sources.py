@@ -187,7 +187,7 @@ class _Reader:
             reading.records += self._events.finish()
         reading.problems += [*self._engine.problems, *self._events.problems]
         reading.kind = self._kind()
-        if reading.kind.endswith("trace"):
+        if reading.kind in ("chained trace", "content trace"):
             reading.records = [each for each in reading.records if each.trace is not None]
         else:
             reading.records = [each for each in reading.records if each.trace is None]

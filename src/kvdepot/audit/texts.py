@@ -24,7 +24,7 @@ __all__ = [
     "with_sorted_pieces",
 ]
 
-_WORD = re.compile(r"[A-Za-z0-9_:./+@-]")
+_WORD = re.compile(r"[A-Za-z0-9_:./+@~-]")
 _SHINGLE = 24
 _WINDOWS = (600, 4000, 40_000)
 _JSON_MIN = 24
@@ -156,7 +156,8 @@ _SPLITS: dict[str, re.Pattern[str]] = {
     "paragraphs": re.compile(r"[^\n]+(?:\n[^\n]+)*"),
     "lines": re.compile(r"[^\n]+"),
 }
-_ORDINAL = re.compile(r"\d+")
+#: a number of its own, not a part of a word or of a pseudo-word
+_ORDINAL = re.compile(r"(?<![\w~])\d+(?!\w)")
 _HEAD_CHARS = 24
 
 

@@ -37,6 +37,8 @@ _PATH = re.compile(
 _HOST = re.compile(r"^(?:[a-z0-9-]+\.)+[a-z0-9-]+(?::\d+)?$|^\d{1,3}(?:\.\d{1,3}){3}$|^[a-z]+-\d+$")
 _LOCALE = re.compile(r"^[a-z]{2,3}[-_][A-Z]{2}(?:\.\S+)?$|^[A-Z][A-Za-z]+/[A-Z][A-Za-z_]+$")
 _FLAG = re.compile(r"(?i)^(?:true|false|on|off|yes|no|enabled|disabled|none|null|\d)$")
+#: a pseudo-word of an audit trace
+_PSEUDO = re.compile(r"~[0-9a-f]+~(\d+)")
 _MOST = 0.9
 
 
@@ -193,6 +195,9 @@ def _is_environment(value: str) -> bool:
 
 
 def _is_prose(value: str) -> bool:
+    hidden = _PSEUDO.findall(value)
+    if hidden:  # in an audit trace a pseudo-word says how many tokens it stands for
+        return sum(map(int, hidden)) >= 3
     return len(value.split()) >= 3 or len(re.findall(r"[\u2e80-\uffff]", value)) >= 5
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvdepot.audit.result import AuditResult
     from kvdepot.audit.run import AuditOptions
 
-__all__ = ["Engine", "Limits", "Output", "app", "audit"]
+__all__ = ["Engine", "Limits", "Output", "app", "audit", "export"]
 
 app = App(name="audit", help_format="plaintext")
 
@@ -101,10 +101,66 @@ def audit(
     try:
         return _audit(log, engine, output, limits, sample)
     except KvdepotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return INPUT_ERROR
+        return _refuse(error, INPUT_ERROR)
+
+
+@app.command
+def export(
+    log: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    out: Path,
+    /,
+    *,
+    model: str | None = None,
+) -> int:
+    """Write an audit trace: the log without its text, to be given to others.
+
+    Words become salted hashes with their token counts; the salt is not kept. Everything but quoted text
+    works on it: kvdepot audit OUT. Times, token counts and which texts are equal remain visible.
+
+    Args:
+        log: The file; - for standard input.
+        out: The trace.
+        model: Folder or hub id of the model that serves, to count tokens.
+    """
+    from kvdepot.audit.gates import INPUT_ERROR
+
+    try:
+        count = _export(log, out, model)
+    except KvdepotError as error:
+        return _refuse(error, INPUT_ERROR)
+    print(f"wrote {count} requests to {out}")
+    return 0
+
+
+def _export(log: str, out: Path, model: str | None) -> int:
+    import json
+    import secrets
+
+    from kvdepot.audit.export import Pseudonyms, shared_rows
+    from kvdepot.audit.model import load_model
+    from kvdepot.audit.sanity import in_order
+    from kvdepot.audit.sources import read_log
+    from kvdepot.audit.tokens import PieceMemo
+    from kvdepot.audit.traffic import Traffic
+
+    reading = read_log(log)
+    if any(each.body is None and each.prompt is None for each in reading.records):
+        raise ConfigError(
+            f"{log} is a {reading.kind} and has no text that must be left out",
+            hint="give it away as it is",
+        )
+    traffic = Traffic.of(in_order(reading).records)
+    names = Pseudonyms(secrets.token_bytes(32), PieceMemo(load_model(model).encoder))
+    rows = shared_rows(traffic.records, traffic.bodies, names)
+    _write(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return traffic.requests
+
+
+def _refuse(error: KvdepotError, status: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return status
 
 
 def _audit(log: str, engine: Engine, output: Output, limits: Limits, sample: int) -> int:

@@ -44,6 +44,11 @@ app.command(
     help="Look at a pool: what it holds, and whether every byte verifies.",
 )
 app.command(
+    "kvdepot.cli.record:record",
+    name="record",
+    help="Pass requests to a server and record them for kvdepot audit.",
+)
+app.command(
     "kvdepot.cli.simulate:simulate",
     name="simulate",
     help="Replay a trace through the policies: TTFT, token share, bytes, and what was refused and why.",
