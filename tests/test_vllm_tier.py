@@ -16,6 +16,7 @@ import pytest
 
 import tests.needs_vllm  # noqa: F401  # isort: skip
 
+from kvdepot.engines.vllm import tier as tier_module
 from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.keys import root_key
 from kvdepot.testing.damage import flip_byte
@@ -295,3 +296,21 @@ def test_calls_on_the_scheduler_s_thread_are_counted(tmp_path):
         times = rig.tier.times
         for method in ("lookup", "submit_load", "submit_store", "get_finished_jobs"):
             assert times.calls(method) > 0
+
+
+def test_model_files_that_changed_stop_the_pool_at_the_next_look(tmp_path, monkeypatch, caplog):
+    files = ["as loaded"]
+    monkeypatch.setattr(tier_module, "files_of", lambda settings: files[0])
+    with TierRig(tmp_path / "pool") as rig:
+        rig.tier._files = files[0]
+        rig.put(Ask("a", 4))
+        rig.tier.check_files().join(30)
+        rig.forget_host()
+        assert rig.take(Ask("a", 4)) == 4
+        files[0] = "exchanged"
+        rig.tier.check_files().join(30)
+        rig.forget_host()
+        assert rig.take(Ask("a", 4)) == 0
+        rig.put(Ask("b", 4))
+        assert rig.tier.pool is None
+    assert "files have changed" in caplog.text

@@ -159,6 +159,7 @@ class TierRig:
         primary = CPUPrimaryTierOffloadingManager(num_chunks=rows, mmap_region=self.region)
         spec: Any = SimpleNamespace(
             config=offloading_config(),
+            blocks_per_chunk=2,
             kv_events_config=OffloadingKVEventsConfig(events, False),
             _scheduler_mmap=self.region,
         )

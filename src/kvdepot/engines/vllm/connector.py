@@ -159,7 +159,17 @@ class KvdepotConnector(OffloadingConnector):
         if not all(tier.jobs.quiesce(_RESET_WAIT_S) for tier in self.tiers):
             log.warning("storage hangs: the host tier cannot be reset now")
             return False
-        return super().reset_cache()
+        is_reset = super().reset_cache()
+        for tier in self.tiers:
+            tier.check_files()
+        return is_reset
+
+    def shutdown(self) -> None:
+        """As vLLM's, and a word on the host tier's size if it was too small."""
+        advice = self._room.advice() if self._room is not None else ""
+        if advice:
+            log.warning("%s", advice)
+        super().shutdown()
 
     # below
 

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,10 +31,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
 from kvdepot.engines.vllm.facts import Engine, WorkerFacts
 from kvdepot.identity import UNDETERMINED, CacheGroup, Identity
-from kvdepot.io.modelfolder import local_model_folder, plain_model_name
+from kvdepot.io.modelfolder import file_states, local_model_folder, plain_model_name
 from kvdepot.io.weights import weights_fingerprint
 
-__all__ = ["ADAPTER_VERSION", "group_kind", "identity_of", "weights_of"]
+__all__ = ["ADAPTER_VERSION", "files_of", "group_kind", "identity_of", "weights_of"]
 
 log = logging.getLogger(__name__)
 
@@ -131,9 +132,7 @@ def weights_of(settings: Any) -> str:
     drafter = getattr(settings.speculative_config, "draft_model_config", None)
     total = hashlib.sha256(b"kvdepot vllm weights v1\n")
     for part in (model,) if drafter is None else (model, drafter):
-        folder = local_model_folder(
-            part.model, revision=part.revision, cache_dir=loading.download_dir
-        )
+        folder = _folder(part, loading)
         if folder is None:
             return UNDETERMINED
         files = weights_fingerprint(folder)
@@ -142,6 +141,17 @@ def weights_of(settings: Any) -> str:
             return UNDETERMINED
         total.update(f"{files} {config}\n".encode())
     return total.hexdigest()
+
+
+def files_of(settings: Any) -> object:
+    """Equal as long as nobody changes the model's files. Blocks on looking at them.
+
+    Raises:
+        PoolError: a folder cannot be listed.
+    """
+    model, loading = settings.model_config, settings.load_config
+    folder = _folder(model, loading)
+    return None if folder is None else file_states(folder)
 
 
 # one field each
@@ -265,6 +275,10 @@ def group_kind(spec: KVCacheSpec) -> str:
 
 
 # below
+
+
+def _folder(model: Any, loading: Any) -> Path | None:
+    return local_model_folder(model.model, revision=model.revision, cache_dir=loading.download_dir)
 
 
 def _layer_kind(spec: KVCacheSpec) -> str:

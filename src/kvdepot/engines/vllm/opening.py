@@ -57,6 +57,12 @@ class PoolOpening:
         if isinstance(self._error, ConfigError):
             raise self._error
 
+    def refuse(self, reason: str, timeout_s: float) -> None:
+        """From now on there is no pool, for a reason that only a new start of the engine ends."""
+        self.refusal = reason
+        log.error("the pool is not used any more: %s", reason)
+        self.close(timeout_s)
+
     def close(self, timeout_s: float) -> None:
         """Close the pool, or have it closed as soon as it turns up."""
         self._stop.set()

@@ -9,6 +9,7 @@ Whatever goes wrong here becomes a miss or a failed job and a counter, never an 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -36,13 +37,13 @@ from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.engines.vllm.calls import CallTimes, fenced, timed
 from kvdepot.engines.vllm.facts import WorkerFacts, current_engine
 from kvdepot.engines.vllm.host_region import HostRegion
-from kvdepot.engines.vllm.identify import group_kind, identity_of
+from kvdepot.engines.vllm.identify import files_of, group_kind, identity_of
 from kvdepot.engines.vllm.jobs import TierJobs
 from kvdepot.engines.vllm.opening import PoolOpening
 from kvdepot.engines.vllm.settings import parse_settings
 from kvdepot.engines.vllm.stats import TierStats, metric_definitions
 from kvdepot.engines.vllm.versions import check_interface
-from kvdepot.errors import IdentityUnknown, UnsupportedModel
+from kvdepot.errors import IdentityUnknown, PoolError, UnsupportedModel
 from kvdepot.identity import Identity
 from kvdepot.metrics import Counters
 from kvdepot.pool.tier import PoolTier
@@ -110,6 +111,7 @@ class KvdepotTier(SecondaryTierManager):
         self._chained = self._chained_groups()
         self.jobs = TierJobs(self.region, tokens, self._chained, self._clock)
         self._opening: PoolOpening | None = None
+        self._files: object = None
         if self.engine is None:
             log.error(
                 "the pool is not used: vLLM's own OffloadingConnector does not say which model it "
@@ -160,6 +162,7 @@ class KvdepotTier(SecondaryTierManager):
             raise UnsupportedModel(
                 f"only full attention and sliding windows can be kept yet, and {named}"
             )
+        self._files = files_of(engine.vllm_config)
         identity = identity_of(engine, config, row_bytes=self.region.row_bytes, facts=facts)
         if identity.undetermined:
             raise IdentityUnknown(
@@ -187,6 +190,29 @@ class KvdepotTier(SecondaryTierManager):
                 format_bytes(pool.limits.block_bytes_max),
             )
         return pool
+
+    def check_files(self) -> threading.Thread:
+        """Look, on a thread, whether the model's files are still those whose KV the pool holds.
+
+        vLLM resets its caches where weights are exchanged in place. If they come from the model's own
+        files, the engine is another one now, and neither may read what the other stored.
+        """
+        thread = threading.Thread(target=self._check_files, name="kvdepot-files", daemon=True)
+        thread.start()
+        return thread
+
+    def _check_files(self) -> None:
+        opening, engine = self._opening, self.engine
+        if opening is None or engine is None or opening.pool is None:
+            return
+        try:
+            is_same = files_of(engine.vllm_config) == self._files
+        except PoolError as error:
+            log.warning("the model's files cannot be looked at: %s", error)
+            is_same = False
+        if not is_same:
+            reason = "the model's files have changed since the engine started"
+            opening.refuse(reason, self.settings.close_s)
 
     # what vLLM calls
 
