@@ -18,7 +18,6 @@ from kvdepot.config import PoolConfig  # noqa: E402
 from kvdepot.depot import Depot  # noqa: E402
 from kvdepot.engines.transformers.engine import EmbeddedEngine  # noqa: E402
 from kvdepot.engines.transformers.events import Result  # noqa: E402
-from kvdepot.engines.transformers.runner import Runner  # noqa: E402
 from kvdepot.restore import Restore  # noqa: E402
 from tests.tiny_models import prompt_of, save_tiny  # noqa: E402
 
@@ -108,10 +107,10 @@ def test_slow_storage_does_not_earn_longer_deadlines(
     monkeypatch.setattr(Restore, "runs", slow)
     monkeypatch.setattr("kvdepot.engines.transformers.runner._RATE_TOKENS_MIN", 1)
     with opened(folder, tmp_path / "pool") as each:
-        runner: Runner = each._runner
-        before = runner.seconds_per_token
+        cost = each.depot.policies.cost
+        before = cost.prefill_s(len(prompt))
         assert answer(each, prompt).reused_tokens["disk"] > 0
-        assert runner.seconds_per_token == before
+        assert cost.prefill_s(len(prompt)) == before
         other = prompt_of(61)[::-1]
         assert answer(each, other).computed_tokens == len(other)
-        assert runner.seconds_per_token != before
+        assert cost.prefill_s(len(prompt)) != before

@@ -119,3 +119,12 @@ def test_it_always_recovers_within_a_bounded_time(steps):
         if leave is Leave.PROBE:
             breaker.succeeded(now + 0.01, is_probe=True)
         assert now - healed <= SETTINGS.pause_s_max + SETTINGS.probe_timeout_s + SETTINGS.probes + 1
+
+
+def test_what_leaves_no_doubt_opens_it_at_once():
+    breaker = Breaker()
+    breaker.trip(0.0, Fault.LATE)
+    assert breaker.state is BreakerState.OPEN
+    assert breaker.openings == 1
+    breaker.trip(0.1, Fault.ERROR)
+    assert breaker.reason == "late"

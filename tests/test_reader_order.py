@@ -15,6 +15,7 @@ from kvdepot.config import PoolConfig
 from kvdepot.io.buffers import aligned_bytes
 from kvdepot.keys import BlockKey, block_keys, root_key
 from kvdepot.pool.index import BlockIndex
+from kvdepot.pool.read_queue import Task
 from kvdepot.pool.reader import Reader
 from kvdepot.pool.tier import PoolTier
 from kvdepot.tiers import Outcome, Read, Write
@@ -54,8 +55,8 @@ def test_units_wait_in_the_order_of_the_loads(chains, monkeypatch):
     def noted(self):
         # called with the reader's lock held, so the order is the true one
         work = take(self)
-        if work is not None and hasattr(work, "segment"):
-            taken.append((work.job, work.first))
+        if isinstance(work, Task):
+            taken.append((work.unit.job, work.unit.first))
         return work
 
     def slow(self, *args):

@@ -44,8 +44,11 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     read_threads: _Positive = 8
     #: one read call; on the machines measured, smaller units lose bandwidth, larger ones parallelism
     read_unit_bytes: _Positive = 4 * MIB
-    #: bytes of reads in flight per root, over all requests; what storage far away needs is more
+    #: bytes of reads in flight per root, over all requests, at first; tuned while running
     read_budget_bytes: _Positive = 16 * MIB
+    #: one read call that takes longer counts against its root, which is left alone after a few; all
+    #: units in flight together take this long at 5 MB/s
+    read_stall_s: float = 5.0
     #: how often other writers' segments are looked for
     discover_interval_s: float = 0.5
     #: silence after which a writer on another host counts as dead; same-host death is seen at once
@@ -66,7 +69,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} cannot be negative: {value}")
-        for name in ("segment_age_s", "discover_interval_s", "lease_s"):
+        for name in ("segment_age_s", "read_stall_s", "discover_interval_s", "lease_s"):
             if not 0 < getattr(self, name) <= _SECONDS_MAX:
                 raise ConfigError(
                     f"{name} must be positive and at most {_SECONDS_MAX:.0f}: {getattr(self, name)}"

@@ -1,8 +1,10 @@
-"""The depot: the ordered tiers of one engine, and what an adapter calls.
+"""The depot: the ordered tiers of one engine and the policies over them; what an adapter calls.
 
-    lookup   how much of a prompt's prefix is in a tier; memory only
-    restore  begin to bring those blocks into host rows, first group first; the engine copies them out
-             while the later groups still load
+    plan     how much of a prompt's prefix is in a tier, and whether to load it; memory only
+    restore  begin to bring blocks into host rows, first group first; the engine copies them out while
+             the later groups still load
+    chunks   the same, some blocks over all groups at a time, from the front or from the back
+    finished how it went: what the policies learn from
     store    cut blocks into host rows and hand them to the pool, behind the engine
 
 The host rows are both the cache in memory and the buffer through which the pool is read and written;
@@ -21,20 +23,27 @@ from typing import Literal, NamedTuple, Self
 
 import msgspec
 
+from kvdepot.chunks import ChunkRestore, Fill
 from kvdepot.clock import Clock, SystemClock
 from kvdepot.config import PoolConfig
 from kvdepot.host import HostRows
 from kvdepot.identity import Identity
 from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.keys import BlockKey, group_key
+from kvdepot.loads import Loads
 from kvdepot.metrics import Counters
+from kvdepot.plans import Hit, Plan, Planner
+from kvdepot.policy.admission import StoreClass
+from kvdepot.policy.decide import Mode
+from kvdepot.policy.policies import Policies
+from kvdepot.policy.reasons import Explanation, Reason
 from kvdepot.pool.tier import PoolTier
 from kvdepot.pool.worker import WorkerTier
 from kvdepot.restore import Restore
 from kvdepot.tiers import Job, Tier, Write
 from kvdepot.units import MIB, round_up
 
-__all__ = ["Cut", "Depot", "Hit", "Restore"]
+__all__ = ["Cut", "Depot", "Hit", "Plan", "Restore"]
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +53,8 @@ Cut = Callable[[int, int, memoryview], None]
 _GROUP_KEYS_MAX = 1 << 15
 #: stores are handed over in parts of this size, so that writing begins while later blocks are cut
 _STORE_PART_BYTES = 8 * MIB
-
-
-class Hit(NamedTuple):
-    """The answer to a lookup."""
-
-    #: longest prefix that is present in every group
-    blocks: int
-    #: per block the farthest tier that must serve it
-    tiers: tuple[str, ...]
+#: of the rows, this part is never given to stores: a full buffer must still be able to load
+_RESTORE_SHARE = 4
 
 
 class _Chain(NamedTuple):
@@ -75,15 +77,22 @@ class Depot:
         *,
         counters: Counters,
         clock: Clock,
+        policies: Policies | None = None,
     ) -> None:
         self.identity = identity
+        self.policies = policies or Policies()
         self.pool = pool
         self.hosts = hosts
         self._counters = counters
         self._clock = clock
         # a request's keys come by three times: at lookup, restore and store
         self._group_key = lru_cache(maxsize=_GROUP_KEYS_MAX)(group_key)
-        self._unsettled: deque[tuple[int, list[int], Job]] = deque()
+        self._unsettled: deque[tuple[int, list[int], Sequence[Fill], Job]] = deque()
+        self._loads = Loads(pool, self.policies, clock)
+        self._planner = Planner(
+            identity, self.policies, self._loads, hosts, counters=counters, clock=clock
+        )
+        self._planner.recall(pool)
 
     @classmethod
     def open(
@@ -94,6 +103,7 @@ class Depot:
         host_bytes: int,
         io: Literal["threads", "process"] = "threads",
         clock: Clock | None = None,
+        policies: Policies | None = None,
     ) -> Depot:
         """Open the tiers. Blocks on file calls.
 
@@ -104,6 +114,7 @@ class Depot:
             io: where the pool's I/O runs: in threads of this process, or in a child process, which
                 a busy thread of this one does not slow down.
             clock: for tests that own the time.
+            policies: what is loaded and written; by default everything is written.
 
         Raises:
             KvdepotError: as `PoolTier.open` or `WorkerTier.open`, or a host buffer too small for one
@@ -126,7 +137,7 @@ class Depot:
                     )
                 else:
                     tier = PoolTier.open(config, identity, clock=clock, counters=counters)
-            return cls(identity, tier, hosts, counters=counters, clock=clock)
+            return cls(identity, tier, hosts, counters=counters, clock=clock, policies=policies)
         except BaseException:
             for host in hosts:
                 host.close()
@@ -150,6 +161,52 @@ class Depot:
         tiers = tuple("host" if all(in_host) else "disk" for in_host in zip(*held, strict=True))
         return Hit(blocks, tiers)
 
+    def plan(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        prompt_tokens: int,
+        can_meet: bool = False,
+        is_layered: bool = False,
+    ) -> Plan:
+        """Look a prompt up and decide how it gets its prefix. Memory only; end it with `finished`.
+
+        Args:
+            keys: of the prompt's full blocks.
+            prompt_tokens: length of the prompt.
+            can_meet: the engine can compute the front while the back is read.
+            is_layered: the engine computes the rest while later groups load, with `restore`.
+        """
+        self._collect()
+        plan = self._planner.plan(
+            keys,
+            self.lookup(keys),
+            prompt_tokens=prompt_tokens,
+            can_meet=can_meet,
+            is_layered=is_layered,
+        )
+        if plan.mode is Mode.COMPUTE and plan.blocks < plan.hit.blocks:
+            self._planner.begin_probe(self._group_keys(keys[plan.blocks : plan.hit.blocks]))
+        self._planner.remember(self.pool)
+        return plan
+
+    def finished(
+        self, plan: Plan, *, reused_blocks: int, load_s: float, ended_by: Reason | None = None
+    ) -> Explanation | None:
+        """Say how a planned request went; why its reuse ended where it did, None when it is complete.
+
+        `reused_blocks` were not computed; for `load_s` the engine waited for bytes and did nothing
+        else; `ended_by` is the restore's.
+        """
+        self._collect()
+        return self._planner.finish(
+            plan, reused_blocks=reused_blocks, load_s=load_s, ended_by=ended_by
+        )
+
+    def computed(self, tokens: int, position: int, seconds: float) -> None:
+        """Say how long a prefill took that nothing but computing was part of."""
+        self.policies.cost.computed(tokens, position, seconds)
+
     def restore(self, keys: Sequence[BlockKey], *, deadline_s: float | None = None) -> Restore:
         """Begin to bring blocks into host rows: all blocks of group 0, then of group 1, and so on.
 
@@ -158,14 +215,39 @@ class Depot:
         self._collect()
         return Restore(
             self.hosts,
-            self.pool,
+            self._loads,
             self._group_keys(keys),
             self._give_back,
             deadline_s=deadline_s,
             clock=self._clock,
         )
 
-    def store(self, keys: Sequence[BlockKey], root: BlockKey, cut: Cut, *, tokens: int) -> int:
+    def chunks(self, keys: Sequence[BlockKey], *, is_from_back: bool = False) -> ChunkRestore:
+        """As `restore`, but some blocks over all groups at a time, in either direction."""
+        self._collect()
+        return ChunkRestore(
+            self.hosts,
+            self._loads,
+            self._group_keys(keys),
+            self._give_back,
+            is_from_back=is_from_back,
+        )
+
+    @property
+    def heard_s(self) -> float:
+        """When the pool was last seen to deliver anything, by the depot's clock."""
+        self._loads.collect()
+        return self._loads.heard_s
+
+    def store(
+        self,
+        keys: Sequence[BlockKey],
+        root: BlockKey,
+        cut: Cut,
+        *,
+        tokens: int,
+        kind: StoreClass = StoreClass.PROMPT,
+    ) -> int:
         """Cut the blocks that are not present into host rows and hand them to the pool.
 
         `cut` runs on the calling thread; its row is exactly one block of its group, writable and
@@ -176,22 +258,30 @@ class Depot:
             root: the parent of the first block.
             cut: fills one row.
             tokens: tokens in a block.
+            kind: where they come from; admission may want one kind and not the other. What it does
+                not want is kept in memory only.
 
         Returns:
             How many blocks, over all groups, were taken; the others were present or are dropped.
         """
         self._collect()
         taken = 0
+        admitted: int | None = None
         for group, chain in enumerate(self._group_keys(keys)):
             pooled = 0
             if self.pool is not None:
                 pooled = self.pool.lookup(chain)
                 self.pool.touch(chain[:pooled])
+            if admitted is None:
+                # one answer for all groups: a block is of use only with its groups all together
+                admitted = pooled + self._planner.admit(
+                    chain[pooled:], prompt_tokens=len(keys) * tokens, kind=kind
+                )
             parents = [group_key(root, group), *chain[:-1]]
             step = max(_STORE_PART_BYTES // self.hosts[group].row_bytes, 1)
             for start in range(pooled, len(chain), step):
                 blocks = range(start, min(start + step, len(chain)))
-                got = self._store_part(_Chain(group, chain, parents, tokens), blocks, cut)
+                got = self._store_part(_Chain(group, chain, parents, tokens), blocks, cut, admitted)
                 if got is None:
                     # what follows could not be reached without it
                     self._counters.add("dropped_queue_full_total", len(chain) - start)
@@ -211,6 +301,7 @@ class Depot:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Publish what was stored and stop. Idempotent."""
+        self._planner.remember(self.pool, is_last=True)
         if self.pool is not None:
             self.pool.close(timeout_s)
         self._collect()
@@ -234,13 +325,13 @@ class Depot:
             found += step
         return found
 
-    def _store_part(self, chain: _Chain, blocks: range, cut: Cut) -> int | None:
+    def _store_part(self, chain: _Chain, blocks: range, cut: Cut, admitted: int) -> int | None:
         """Store some blocks of one group; how many were new here, None if there are no rows."""
         host = self.hosts[chain.group]
         # a block may be cached here and yet be missing in the pool, which had dropped it
         held = {index: host.acquire(chain.keys[index]) for index in blocks}
         missing = [index for index in blocks if held[index] is None]
-        fresh = host.reserve(len(missing))
+        fresh = host.reserve(len(missing), leave=host.row_count // _RESTORE_SHARE)
         rows = [row for row in held.values() if row is not None] + fresh
         if len(fresh) < len(missing):
             host.release(rows)
@@ -254,35 +345,47 @@ class Depot:
             raise
         for index, row in zip(missing, fresh, strict=True):
             host.fill(row, chain.keys[index])
-        if self.pool is None:
+        writes = [
+            Write(chain.keys[index], chain.parents[index], host.row(row), chain.tokens)
+            for index, row in held.items()
+            if row is not None and index < admitted
+        ]
+        if self.pool is None or not writes:
             host.release(rows)
             return len(missing)
-        try:
-            job = self.pool.store(
-                [
-                    Write(chain.keys[index], chain.parents[index], host.row(row), chain.tokens)
-                    for index, row in held.items()
-                    if row is not None
-                ]
+        if chain.group == 0:
+            self._planner.stored(
+                [write.key for write in writes], len(writes) * sum(self.identity.block_bytes)
             )
+        try:
+            job = self.pool.store(writes)
         except BaseException:
             host.release(rows)
             raise
-        self._unsettled.append((chain.group, rows, job))
+        self._unsettled.append((chain.group, rows, (), job))
         return len(missing)
 
-    def _give_back(self, group: int, rows: list[int], job: Job) -> None:
-        self._unsettled.append((group, rows, job))
+    def _give_back(self, group: int, rows: list[int], fills: Sequence[Fill], job: Job) -> None:
+        self._unsettled.append((group, rows, fills, job))
         self._collect()
 
     def _collect(self) -> None:
         """Take the rows back that the pool has written (or will not write)."""
+        self._loads.collect()
         for _ in range(len(self._unsettled)):
-            group, rows, job = self._unsettled.popleft()
-            if job.is_settled:
-                self.hosts[group].release(rows)
-            else:
-                self._unsettled.append((group, rows, job))
+            entry = self._unsettled.popleft()
+            group, rows, fills, job = entry
+            if not job.is_settled:
+                self._unsettled.append(entry)
+                continue
+            if fills:
+                # what came too late for its request is there for the next one
+                landed = set(job.landed)
+                for row, key, position in fills:
+                    if position in landed:
+                        self.hosts[group].fill(row, key)
+            self.hosts[group].release(rows)
+        self._planner.collect_probe()
 
 
 def _host_rows(identity: Identity, host_bytes: int, *, is_shared: bool) -> list[HostRows]:

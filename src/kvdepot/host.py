@@ -96,9 +96,16 @@ class HostRows:
                 self._users[row] = self._users.get(row, 0) + 1
             return row
 
-    def reserve(self, count: int) -> list[int]:
-        """Take up to `count` rows to fill, evicting unused ones; lowest first, to be contiguous."""
+    def reserve(self, count: int, *, leave: int = 0) -> list[int]:
+        """Take up to `count` rows to fill, evicting unused ones; lowest first, to be contiguous.
+
+        Args:
+            count: wanted.
+            leave: so many rows must stay free or evictable, for others who matter more.
+        """
         with self._lock:
+            if leave:
+                count = max(min(count, len(self._free) + len(self._clean) - leave), 0)
             while len(self._free) < count and self._clean:
                 row, key = self._clean.popitem(last=False)
                 del self._row_of[key], self._key_of[row]

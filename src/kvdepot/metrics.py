@@ -10,6 +10,8 @@ import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from kvdepot.policy.reasons import Reason
+
 __all__ = ["METRICS", "Counters"]
 
 #: name -> help text
@@ -24,6 +26,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "load_failed_blocks_total": "blocks whose read gave an error",
         "load_late_blocks_total": "blocks that arrived when their load was late or cancelled",
         "load_given_up_blocks_total": "blocks not read because their load was late or cancelled by then",
+        "load_refused_blocks_total": "blocks not read because their root was left alone",
         "corrupt_blocks_total": "blocks whose bytes did not verify",
         "corrupt_segments_total": "segments whose header, footer or trailer did not verify",
         "lost_segments_total": "segments that were gone when they were to be read",
@@ -31,6 +34,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "store_bytes_total": "payload bytes written",
         "store_present_blocks_total": "blocks not written because they were present or on their way",
         "store_cancelled_blocks_total": "blocks whose store was taken back",
+        "store_not_admitted_blocks_total": "blocks not written because admission did not want them",
         "dropped_queue_full_total": "blocks not stored because the write queue was full",
         "dropped_pool_full_total": "blocks not stored because capacity, space or inodes were used up",
         "dropped_error_total": "blocks not stored because the storage gave an error",
@@ -44,6 +48,14 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "segment_bytes_evicted_total": "bytes of segments removed to make room",
         "leftovers_swept_total": "files of dead writers removed",
         "discovered_segments_total": "segments of other writers taken into the index",
+        "decided_load_total": "requests that load their prefix",
+        "decided_meet_total": "requests that compute the front of their prefix while its back is read",
+        "decided_compute_total": "requests that read nothing",
+        "reuse_complete_total": "requests of which every full block was reused",
+        **{
+            f"reuse_ended_{reason.value}_total": f"requests whose reuse ended: {reason.value}"
+            for reason in Reason
+        },
         "worker_restarts_total": "worker processes started in place of one that ended or hung",
     }
 )

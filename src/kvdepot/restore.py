@@ -8,12 +8,15 @@ too. Used by one engine thread; the pool's threads fill the rows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+from kvdepot.chunks import Fill, GiveBack
 from kvdepot.clock import Clock
 from kvdepot.host import HostRows, contiguous_runs
 from kvdepot.keys import BlockKey
-from kvdepot.tiers import Job, Outcome, Read, Tier
+from kvdepot.loads import Loads, reason_of
+from kvdepot.policy.reasons import Reason
+from kvdepot.tiers import Job, Outcome, Read, Turn
 from kvdepot.units import MIB
 
 __all__ = ["Restore"]
@@ -22,9 +25,6 @@ __all__ = ["Restore"]
 _LOAD_PART_BYTES = 32 * MIB
 
 _SETTLE_S = 0.1
-
-#: takes rows back once the job is settled: (group index, rows, job)
-GiveBack = Callable[[int, list[int], Job], None]
 
 
 class _Part:
@@ -51,7 +51,7 @@ class Restore:
     def __init__(
         self,
         hosts: Sequence[HostRows],
-        pool: Tier | None,
+        loads: Loads,
         group_keys: list[list[BlockKey]],
         give_back: GiveBack,
         *,
@@ -59,8 +59,12 @@ class Restore:
         clock: Clock,
     ) -> None:
         self._hosts = hosts
-        self._pool = pool
+        self._loads = loads
+        self._request = loads.next_request()
         self._keys = group_keys
+        self._left_bytes = sum(
+            len(keys) * host.block_bytes for keys, host in zip(group_keys, hosts, strict=True)
+        )
         self._give_rows_back = give_back
         self._clock = clock
         self._give_up_at_s = None if deadline_s is None else self._clock.monotonic_s() + deadline_s
@@ -71,6 +75,8 @@ class Restore:
         self._out: tuple[int, _Part] | None = None
         self._is_released = False
         self.bytes_read = 0
+        #: why fewer blocks came than were asked for; None while none is missing
+        self.ended_by: Reason | None = None
         self._ask()
 
     @property
@@ -105,6 +111,7 @@ class Restore:
             if not parts:
                 self._ask()
                 if not parts:
+                    self.ended_by = self.ended_by or Reason.HOST_FULL
                     return  # no rows are to be had
             part = parts.popleft()
             self._out = (group_index, part)
@@ -127,9 +134,10 @@ class Restore:
         for group, parts in enumerate(self._parts):
             for part in parts:
                 if part.job is not None:
-                    part.job.cancel()
+                    self._loads.take_back(part.job)
                 self._give_back(group, part)
             parts.clear()
+        self._loads.collect()
 
     # below
 
@@ -178,11 +186,9 @@ class Restore:
         left_s = None
         if self._give_up_at_s is not None:
             left_s = max(self._give_up_at_s - self._clock.monotonic_s(), 0.0)
-        if self._pool is None:
-            job = Job([read.key for read in reads], clock=self._clock)
-            job.resolve_all(Outcome.MISS)
-            return job
-        return self._pool.load(reads, deadline_s=left_s)
+        turn = Turn(self._request, self._left_bytes)
+        self._left_bytes -= sum(read.into.nbytes for read in reads)
+        return self._loads.load(reads, turn, deadline_s=left_s)
 
     def _leading(self, part: _Part) -> int:
         """Wait for a part; how many of its leading blocks are good."""
@@ -191,6 +197,7 @@ class Restore:
         part.job.wait()
         for position, outcome in zip(part.loaded, part.job.outcomes, strict=True):
             if outcome is not Outcome.DONE:
+                self.ended_by = self.ended_by or reason_of(outcome)
                 return position
             self._is_from_disk[part.first + position] = True
         return len(part.rows)
@@ -199,14 +206,19 @@ class Restore:
         """Cache what was loaded, and end our use of the rows, now or when the job is settled."""
         host = self._hosts[group]
         if part.job is not None:
-            for position, outcome in zip(part.loaded, part.job.outcomes, strict=True):
+            fills: list[Fill] = []
+            for place, (position, outcome) in enumerate(
+                zip(part.loaded, part.job.outcomes, strict=True)
+            ):
                 if outcome is Outcome.DONE:
                     host.fill(part.rows[position], part.keys[position])
+                else:
+                    fills.append((part.rows[position], part.keys[position], place))
             self.bytes_read += part.job.bytes_done
             if part.job.leading_done == len(part.loaded) and self._next[group] < self.blocks:
                 # the rows are needed for what comes next, and the last reading thread lets go of
                 # them in a moment, unless its storage hangs while it closes a file
                 part.job.wait_settled(_SETTLE_S)
-            self._give_rows_back(group, part.rows, part.job)
+            self._give_rows_back(group, part.rows, fills, part.job)
         else:
             host.release(part.rows)

@@ -25,6 +25,7 @@ __all__ = [
     "Tier",
     "TierLimits",
     "TierUsage",
+    "Turn",
     "Write",
     "check_reads",
     "check_writes",
@@ -53,6 +54,9 @@ class Outcome(Enum):
     CANCELLED = "cancelled"
 
 
+_GIVEN_UP = (Outcome.LATE, Outcome.CANCELLED)
+
+
 class Read(NamedTuple):
     """One block to load. `into` is writable, C-contiguous and exactly as long as the block."""
 
@@ -67,6 +71,17 @@ class Write(NamedTuple):
     parent: BlockKey
     data: memoryview
     tokens: int
+
+
+class Turn(NamedTuple):
+    """What a tier should know of the request behind a load, to serve requests in a good order."""
+
+    #: loads of one request carry one number; they are served in the order in which they were asked for
+    request: int
+    #: what the request has still to read, with this load
+    left_bytes: int
+    #: 0: a request waits; 1: one will want it; 2: to find out how the storage does
+    lane: int = 0
 
 
 class TierLimits(NamedTuple):
@@ -108,6 +123,7 @@ class Job:
         "_changed",
         "_clock",
         "_deadline_at",
+        "_landed",
         "_outcomes",
         "_pending",
         "_users",
@@ -137,6 +153,8 @@ class Job:
         self._outcomes = [Outcome.PENDING] * len(self.keys)
         self._pending = len(self.keys)
         self._users = 0
+        #: positions whose bytes came, verified, after they were late or cancelled
+        self._landed: list[int] = []
         self._changed = threading.Condition()
         if not self.keys:
             self.finished_s = self.started_s
@@ -171,6 +189,12 @@ class Job:
             if outcome is not Outcome.DONE:
                 return index
         return len(self.keys)
+
+    @property
+    def landed(self) -> tuple[int, ...]:
+        """Positions whose bytes came and verified after they had been given up; all once settled."""
+        with self._changed:
+            return tuple(self._landed)
 
     def wait(self, timeout_s: float | None = None, *, first: int | None = None) -> bool:
         """Block until the job (or its `first` blocks) is decided; say whether it is.
@@ -219,6 +243,7 @@ class Job:
         with self._changed:
             self._expire()
             if self._outcomes[index] is not Outcome.PENDING:
+                self._note_landed(index, outcome)
                 return False
             self._outcomes[index] = outcome
             self._pending -= 1
@@ -238,6 +263,7 @@ class Job:
             self._expire()
             for position, outcome in enumerate(outcomes, first):
                 if self._outcomes[position] is not Outcome.PENDING:
+                    self._note_landed(position, outcome)
                     continue
                 self._outcomes[position] = outcome
                 self._pending -= 1
@@ -260,6 +286,10 @@ class Job:
 
     def _is_prefix_final(self, stop: int) -> bool:
         return self._pending == 0 or Outcome.PENDING not in self._outcomes[:stop]
+
+    def _note_landed(self, position: int, outcome: Outcome) -> None:
+        if outcome is Outcome.DONE and self._outcomes[position] in _GIVEN_UP:
+            self._landed.append(position)
 
     def _expire(self) -> None:
         if (
@@ -333,8 +363,12 @@ class Tier(Protocol):
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many keys from the first on are present without a gap. Memory only, no I/O."""
 
-    def load(self, reads: Sequence[Read], *, deadline_s: float | None = None) -> Job:
+    def load(
+        self, reads: Sequence[Read], *, deadline_s: float | None = None, turn: Turn | None = None
+    ) -> Job:
         """Begin to read blocks into the caller's rows; earlier reads are served first.
+
+        `turn` says which request they are of; without it, a load is a request of its own.
 
         The rows belong to the tier until the job is settled. The content of a row whose outcome is
         not DONE is undefined.

@@ -139,6 +139,13 @@ class Breaker:
                 self._pause_s = min(2 * self._pause_s, self._settings.pause_s_max)
                 self._open(now_s, fault)
 
+    def trip(self, now_s: float, fault: Fault) -> None:
+        """Open at once: what happened leaves no doubt, as a read that hangs while no other one ends."""
+        with self._lock:
+            if self._state is BreakerState.CLOSED:
+                self.openings += 1
+                self._open(now_s, fault)
+
     # below; the lock is held
 
     def _is_too_much(self, now_s: float) -> bool:

@@ -2,8 +2,8 @@
 
 Requests are planned into units (`kvdepot.pool.plan`) piece by piece, so that the first unit is read
 while the rest is planned. The units of all requests wait in one queue per root, under a budget of
-bytes in flight. The thread that reads a unit verifies its blocks, while others read the next ones.
-Rows that are page-aligned receive the bytes without a copy.
+bytes in flight (`kvdepot.pool.read_queue`). The thread that reads a unit verifies its blocks, while others
+read the next ones. Rows that are page-aligned receive the bytes without a copy.
 
 Ownership: `submit` may be called by any thread and only enqueues; locating blocks and all file calls
 happen on the reader's threads. A job's rows are touched only between `Job.hold` and `Job.release`.
@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvdepot.clock import TimeLeft
+from kvdepot.clock import Clock, TimeLeft
 from kvdepot.errors import FormatError, PoolError
 from kvdepot.io.buffers import aligned_bytes, merged_rows
 from kvdepot.metrics import Counters
+from kvdepot.policy.breaker import Fault
 from kvdepot.pool.index import BlockIndex
 from kvdepot.pool.plan import PlannedBlock, Unit, plan_units
+from kvdepot.pool.read_queue import ReadQueue, Request, RootHealth, Task
 from kvdepot.pool.segment import block_checksum
 from kvdepot.pool.segments import OpenFiles, Segment
-from kvdepot.tiers import Job, Outcome, Read
+from kvdepot.tiers import Job, Outcome, Read, Turn
 
 __all__ = ["Reader", "SegmentSource"]
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_STEP = 64
 _FURTHER_STEP = 1024
+#: how often an idle thread looks whether a read hangs
+_LOOK_S = 0.5
 #: what a thread that is not stuck needs to stop
 _STOP_S = 0.1
 
@@ -59,17 +62,6 @@ class SegmentSource(Protocol):
         """The storage gave an error for a segment."""
 
 
-class _Request:
-    """A load of which some reads are still to be planned."""
-
-    __slots__ = ("job", "next", "reads")
-
-    def __init__(self, job: Job, reads: Sequence[Read]) -> None:
-        self.job = job
-        self.reads = reads
-        self.next = 0
-
-
 class Reader:
     """The read threads of one tier.
 
@@ -85,10 +77,12 @@ class Reader:
         counters: Counters,
         identity_digest: bytes,
         *,
+        clock: Clock,
         roots: int,
         threads: int,
         unit_bytes: int,
         budget_bytes: int,
+        stall_s: float,
     ) -> None:
         self._index = index
         self._table = table
@@ -96,35 +90,41 @@ class Reader:
         self._counters = counters
         self._identity_digest = identity_digest
         self._unit_bytes = unit_bytes
-        self._budget_bytes = budget_bytes
-        #: so many units of one root may be read at once: one that hangs must not hold all threads
-        self._threads_per_root = max(threads, 1)
+        self._clock = clock
         self._wake = threading.Condition()
-        self._requests: deque[_Request] = deque()
-        #: one request is planned at a time and to its end, so that units wait in the order of requests
-        self._is_planning = False
-        self._queues: dict[int, deque[Unit]] = {}
-        self._in_flight: dict[int, int] = {}
-        #: units whose bytes have come and count against the budget no more, while they are verified
-        self._landed: set[int] = set()
-        #: units that are being read, by root
-        self._reading: dict[int, list[Unit]] = {}
+        self._queue = ReadQueue(
+            threads_per_root=max(threads, 1),
+            unit_bytes=unit_bytes,
+            budget_bytes=budget_bytes,
+            stall_s=stall_s,
+        )
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"kvdepot-read-{n}", daemon=True)
-            for n in range(threads * roots)
+            # one more than may read, so that loads are planned and refused while storage hangs
+            for n in range(threads * roots + 1 if threads else 0)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job, reads: Sequence[Read]) -> None:
+    def submit(self, job: Job, reads: Sequence[Read], turn: Turn | None = None) -> None:
         """Take a request. Never blocks on I/O."""
         with self._wake:
             if not self._is_closed:
-                self._requests.append(_Request(job, reads))
+                self._queue.submit(job, reads, turn, self._clock.monotonic_s())
                 self._wake.notify()
                 return
         job.resolve_all(Outcome.MISS)
+
+    @property
+    def wants_storage(self) -> bool:
+        """Reads wait for, or use, a root that answers. May be a moment old."""
+        return self._queue.wants_storage
+
+    def health(self) -> list[RootHealth]:
+        """How the roots do that something was read from."""
+        with self._wake:
+            return self._queue.health(self._clock.monotonic_s())
 
     def run_pending(self) -> bool:
         """Do one piece of work if there is one; say whether there was."""
@@ -143,9 +143,7 @@ class Reader:
         time_left = TimeLeft(timeout_s)
         with self._wake:
             self._is_closed = True
-            requests, self._requests = list(self._requests), deque()
-            units = [unit for queue in self._queues.values() for unit in queue]
-            self._queues.clear()
+            requests, units = self._queue.clear()
             self._wake.notify_all()
         for request in requests:
             request.job.resolve_all(Outcome.MISS)
@@ -154,7 +152,7 @@ class Reader:
         for thread in self._threads:
             thread.join(time_left(at_least_s=_STOP_S))
         with self._wake:
-            stuck = [unit for units in self._reading.values() for unit in units]
+            stuck = self._queue.reading_now()
         for unit in stuck:
             _resolve(unit, Outcome.FAILED)
 
@@ -167,62 +165,45 @@ class Reader:
                 while work is None:
                     if self._is_closed:
                         return
-                    self._wake.wait()
+                    # a read that hangs is noticed by whoever looks
+                    self._wake.wait(_LOOK_S if self._queue.is_busy else None)
                     work = self._take()
             self._do(work)
 
-    def _take(self) -> Unit | _Request | None:
-        """The next piece of work: planning first, then the units that the budgets allow."""
-        if self._requests and not self._is_planning:
-            self._is_planning = True
-            return self._requests.popleft()
-        for root_id, queue in self._queues.items():
-            if not queue:
-                continue
-            reading = self._reading.setdefault(root_id, [])
-            if len(reading) >= self._threads_per_root:
-                continue
-            in_flight = self._in_flight.get(root_id, 0)
-            if in_flight and in_flight + queue[0].length_bytes > self._budget_bytes:
-                continue
-            unit = queue.popleft()
-            self._in_flight[root_id] = in_flight + unit.length_bytes
-            reading.append(unit)
-            return unit
-        return None
+    def _take(self) -> Task | Request | None:
+        return self._queue.take(self._clock.monotonic_s())
 
-    def _do(self, work: Unit | _Request) -> None:
-        if not isinstance(work, Unit):
+    def _do(self, work: Task | Request) -> None:
+        if isinstance(work, Request):
             self._plan(work)
             return
+        unit = work.unit
+        fault: Fault | None = None
+        is_unread = False
         try:
-            if work.job.hold():
+            if work.is_refused:
+                self._counters.add("load_refused_blocks_total", len(unit.reads))
+                _resolve(unit, Outcome.FAILED)
+            elif unit.job.hold():
                 try:
-                    self._read(work)
+                    fault = self._read(work)
                 finally:
-                    work.job.release()
+                    unit.job.release()
             else:
-                self._counters.add("load_given_up_blocks_total", len(work.reads))
+                is_unread = True
+                self._counters.add("load_given_up_blocks_total", len(unit.reads))
         except Exception:
             # a bug here must not take a thread, or a request, with it
-            log.exception("reading %s failed", work.segment.entry.path)
-            self._counters.add("load_failed_blocks_total", len(work.reads))
-            _resolve(work, Outcome.FAILED)
+            log.exception("reading %s failed", unit.segment.entry.path)
+            self._counters.add("load_failed_blocks_total", len(unit.reads))
+            _resolve(unit, Outcome.FAILED)
         finally:
-            root_id = id(work.segment.root)
             with self._wake:
-                self._land(work)
-                self._landed.discard(id(work))
-                self._reading[root_id] = [u for u in self._reading[root_id] if u is not work]
+                now_s = self._clock.monotonic_s()
+                self._queue.done(work, now_s, fault, is_unread=is_unread)
                 self._wake.notify_all()
 
-    def _land(self, unit: Unit) -> None:
-        """A unit's bytes are in flight no more; the lock is held."""
-        if id(unit) not in self._landed:
-            self._landed.add(id(unit))
-            self._in_flight[id(unit.segment.root)] -= unit.length_bytes
-
-    def _plan(self, request: _Request) -> None:
+    def _plan(self, request: Request) -> None:
         """Plan the next reads of a request, and put the rest back."""
         first = request.next
         # a short first step, so that the disk has work while the rest is planned
@@ -237,8 +218,9 @@ class Reader:
             )
         except Exception:
             log.exception("planning a load failed")
+            request.next = len(request.reads)
             with self._wake:
-                self._is_planning = False
+                self._queue.planned(request, ())
                 self._wake.notify_all()
             job.resolve_all(Outcome.FAILED)
             return
@@ -246,32 +228,30 @@ class Reader:
         if missing:
             self._counters.add("load_missing_blocks_total", missing)
         with self._wake:
-            self._is_planning = False
             if not self._is_closed:
-                for unit in units:
-                    self._queues.setdefault(id(unit.segment.root), deque()).append(unit)
-                if request.next < len(request.reads):
-                    self._requests.appendleft(request)
+                self._queue.planned(request, units)
                 self._wake.notify_all()
                 return
         job.resolve_all(Outcome.MISS)
 
-    def _read(self, unit: Unit) -> None:
+    def _read(self, task: Task) -> Fault | None:
+        """Read and verify a unit; what was wrong with the root, if anything."""
+        unit = task.unit
         try:
             file = self._files.acquire(unit.segment)
         except FormatError as error:
             self._table.segment_is_corrupt(unit.segment, error)
             self._counters.add("corrupt_blocks_total", len(unit.reads))
             _resolve(unit, Outcome.CORRUPT)
-            return
+            return Fault.CORRUPT
         except PoolError as error:
             self._fail(unit, error)
-            return
+            return Fault.ERROR
         if file is None:
             self._table.segment_vanished(unit.segment)
             self._counters.add("load_missing_blocks_total", len(unit.reads))
             _resolve(unit, Outcome.MISS)
-            return
+            return None
         try:
             self._table.segment_is_used(unit.segment)
             self._counters.add("load_reads_total")
@@ -282,16 +262,17 @@ class Reader:
             got = file.read(unit.offset, parts)
             with self._wake:
                 # the next unit is read while this one is verified: the device never waits for a sum
-                self._land(unit)
+                self._queue.landed(task, self._clock.monotonic_s())
                 self._wake.notify()
-            self._verify(unit, rows, got)
+            return None if self._verify(unit, rows, got) else Fault.CORRUPT
         except PoolError as error:
             self._fail(unit, error)
+            return Fault.ERROR
         finally:
             self._files.release(unit.segment)
 
-    def _verify(self, unit: Unit, rows: Sequence[memoryview], got: int) -> None:
-        """Check each block, hand the good ones over, report the bad ones."""
+    def _verify(self, unit: Unit, rows: Sequence[memoryview], got: int) -> bool:
+        """Check each block, hand the good ones over, report the bad ones; whether all were good."""
         outcomes: list[Outcome] = []
         for index, (read, row) in enumerate(zip(unit.reads, rows, strict=True)):
             is_good = (
@@ -309,6 +290,7 @@ class Reader:
         self._counters.add("load_blocks_total", loaded)
         self._counters.add("load_late_blocks_total", good - loaded)
         self._counters.add("load_bytes_total", loaded_bytes)
+        return good == len(outcomes)
 
     def _fail(self, unit: Unit, error: PoolError) -> None:
         self._table.segment_failed(unit.segment, error)

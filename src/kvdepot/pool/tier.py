@@ -23,6 +23,8 @@ from kvdepot.io.localdisk import LocalDisk
 from kvdepot.keys import KEY_BYTES, BlockKey
 from kvdepot.metrics import Counters
 from kvdepot.pool.index import BlockIndex
+from kvdepot.pool.notebook import Notebook
+from kvdepot.pool.read_queue import RootHealth
 from kvdepot.pool.reader import Reader
 from kvdepot.pool.root import Root
 from kvdepot.pool.segment_table import SegmentTable
@@ -35,6 +37,7 @@ from kvdepot.tiers import (
     Read,
     TierLimits,
     TierUsage,
+    Turn,
     Write,
     check_reads,
     check_writes,
@@ -101,16 +104,21 @@ class PoolTier:
             for root in self.roots:
                 root.close()
             raise
+        self._notebook = Notebook(disks[0], self._digest.hex())
+        #: what an earlier process has kept for this identity
+        self.recalled = self._notebook.read()
         self._reader = Reader(
             self._index,
             self._table,
             self._files,
             counters,
             self._digest,
+            clock=clock,
             roots=len(self.roots),
             threads=config.read_threads if has_threads else 0,
             unit_bytes=config.read_unit_bytes,
             budget_bytes=config.read_budget_bytes,
+            stall_s=config.read_stall_s,
         )
         self._writer = Writer(
             self.roots,
@@ -123,6 +131,7 @@ class PoolTier:
             unit_bytes=config.write_unit_bytes,
             queue_bytes_max=config.write_queue_bytes,
             segment_age_s=config.segment_age_s,
+            are_loads_waiting=lambda: self._reader.wants_storage,
         )
         self.limits = TierLimits(
             block_bytes_max=min(block_bytes_max(root.segment_bytes) for root in self.roots),
@@ -200,18 +209,20 @@ class PoolTier:
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         return self._index.prefix(keys)
 
-    def load(self, reads: Sequence[Read], *, deadline_s: float | None = None) -> Job:
+    def load(
+        self, reads: Sequence[Read], *, deadline_s: float | None = None, turn: Turn | None = None
+    ) -> Job:
         job = Job([read.key for read in reads], deadline_s=deadline_s, clock=self._clock)
-        self.begin_load(job, reads)
+        self.begin_load(job, reads, turn)
         return job
 
-    def begin_load(self, job: Job, reads: Sequence[Read]) -> None:
+    def begin_load(self, job: Job, reads: Sequence[Read], turn: Turn | None = None) -> None:
         """`load` with a job of the caller's making, whose blocks are the reads' in order."""
         check_reads(reads)
         if self._is_forked:
             job.resolve_all(Outcome.MISS)
         elif reads:
-            self._reader.submit(job, reads)
+            self._reader.submit(job, reads, turn)
 
     def store(self, writes: Sequence[Write]) -> Job:
         job = Job([write.key for write in writes], clock=self._clock)
@@ -260,6 +271,11 @@ class PoolTier:
     def drain(self, timeout_s: float) -> bool:
         return self._writer.drain(timeout_s)
 
+    def remember(self, text: bytes) -> None:
+        """Keep a small text for the next process, in place of the last one. Memory only, no I/O."""
+        if not self._config.read_only and not self._is_forked:
+            self._notebook.keep(text)
+
     def usage(self) -> TierUsage:
         return TierUsage(
             blocks=len(self._index),
@@ -267,6 +283,10 @@ class PoolTier:
             capacity_bytes=sum(root.limits.capacity_bytes for root in self.roots),
             memory_bytes=self._index.memory_bytes + self._writer.queued_bytes,
         )
+
+    def health(self) -> list[RootHealth]:
+        """How the roots do, as far as something was read from them. Memory only, no I/O."""
+        return self._reader.health()
 
     def close(self, timeout_s: float = 10.0) -> None:
         if self._is_forked:
@@ -284,7 +304,12 @@ class PoolTier:
             self._note_touches()
             self._files.close()
             # closing makes file calls, and a hung root must not keep the caller
-            closers = [threading.Thread(target=_close, args=(r,), daemon=True) for r in self.roots]
+            closers = [
+                threading.Thread(
+                    target=_close, args=(r, None if place else self._notebook), daemon=True
+                )
+                for place, r in enumerate(self.roots)
+            ]
             for closer in closers:
                 closer.start()
             for root, closer in zip(self.roots, closers, strict=True):
@@ -315,6 +340,8 @@ class PoolTier:
         self._note_touches()
         try:
             root.tick()
+            if root is self.roots[0]:
+                self._notebook.write()
         except KvdepotError as error:
             log.warning("%s: housekeeping failed: %s", root.disk.place, error)
 
@@ -364,8 +391,10 @@ def _refuse_twins(roots: Sequence[Root]) -> None:
             )
 
 
-def _close(root: Root) -> None:
+def _close(root: Root, notebook: Notebook | None) -> None:
     try:
+        if notebook is not None:
+            notebook.write()
         root.close()
     except PoolError as error:
         log.warning("%s: not closed cleanly: %s", root.disk.place, error)

@@ -41,6 +41,7 @@ from kvdepot.tiers import (
     Read,
     TierLimits,
     TierUsage,
+    Turn,
     Write,
     check_reads,
     check_writes,
@@ -184,7 +185,9 @@ class WorkerTier:
         link = self._link
         return link.index.prefix(keys) if link is not None else 0
 
-    def load(self, reads: Sequence[Read], *, deadline_s: float | None = None) -> Job:
+    def load(
+        self, reads: Sequence[Read], *, deadline_s: float | None = None, turn: Turn | None = None
+    ) -> Job:
         job = WorkerJob([read.key for read in reads], deadline_s=deadline_s, clock=self._clock)
         if not reads:
             return job
@@ -198,7 +201,7 @@ class WorkerTier:
         if link is None:
             self.counters.add("load_missing_blocks_total", len(rows))
             job.resolve_all(Outcome.MISS)
-        elif not link.outbox.post_load(job, rows):
+        elif not link.outbox.post_load(job, rows, turn):
             self.counters.add("load_failed_blocks_total", len(rows))
             job.resolve_all(Outcome.FAILED)
         return job

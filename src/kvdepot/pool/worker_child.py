@@ -203,7 +203,7 @@ class Worker:
             deadline_s=command.deadline_s,
         )
         self._reporter.watch(job)
-        tier.begin_load(job, reads)
+        tier.begin_load(job, reads, command.turn)
 
     def _store(self, tier: PoolTier, command: Store) -> None:
         writes = [

@@ -38,7 +38,7 @@ from kvdepot.pool.worker_wire import (
     Touch,
     encode,
 )
-from kvdepot.tiers import Outcome
+from kvdepot.tiers import Outcome, Turn
 
 __all__ = ["Outbox"]
 
@@ -108,14 +108,14 @@ class Outbox:
 
     # the engine's threads
 
-    def post_load(self, job: WorkerJob, rows: Sequence[Row]) -> bool:
+    def post_load(self, job: WorkerJob, rows: Sequence[Row], turn: Turn | None = None) -> bool:
         """Begin to load a job's blocks; False, and nothing done, if there is no room or no child."""
         with self._wake:
             if not self._has_room(len(rows)):
                 return False
             for start in range(0, len(rows), ROWS_MAX):
                 part = tuple(rows[start : start + ROWS_MAX])
-                command = Load(self._number(), part, None)
+                command = Load(self._number(), part, None, turn)
                 self._enqueue(job, command, range(start, start + len(part)))
         return True
 

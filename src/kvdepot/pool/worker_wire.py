@@ -16,7 +16,7 @@ from kvdepot.config import PoolConfig
 from kvdepot.errors import KvdepotError, PoolUnavailable
 from kvdepot.identity import Identity
 from kvdepot.keys import KEY_BYTES, BlockKey
-from kvdepot.tiers import Outcome, TierLimits, TierUsage
+from kvdepot.tiers import Outcome, TierLimits, TierUsage, Turn
 
 __all__ = [
     "KEYS_MAX",
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 #: both sides are of one release; a child from another installation is told so at once
-PROTOCOL = 1
+PROTOCOL = 2
 MESSAGE_BYTES_MAX = 4 << 20
 #: rows of one load or store message; longer calls become several
 ROWS_MAX = 16_384
@@ -128,6 +128,7 @@ class Load(_Message, frozen=True):
     number: int
     rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROWS_MAX)]
     deadline_s: float | None
+    turn: Turn | None = None
 
 
 class Store(_Message, frozen=True):

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from kvdepot.clock import Clock, TimeLeft
 from kvdepot.errors import PoolError, PoolFull
 from kvdepot.metrics import Counters
+from kvdepot.policy.ordering import StoreGate
 from kvdepot.pool.catalog import SegmentEntry
 from kvdepot.pool.filling import (
     FillingSegment,
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 
 #: a thread that no root has a place for looks again after this, or when another thread is done
 _BUSY_WAIT_S = 0.05
+#: how often a run that is held back for loads is looked at again
+_GATE_LOOK_S = 0.01
 #: what a thread that is not stuck needs to stop
 _STOP_S = 0.1
 
@@ -69,6 +73,7 @@ class Writer:
         unit_bytes: int,
         queue_bytes_max: int,
         segment_age_s: float,
+        are_loads_waiting: Callable[[], bool] = lambda: False,
     ) -> None:
         self._turns = Turns(roots, clock, threads=max(threads, 1), writes=writes)
         self._counters = counters
@@ -76,6 +81,9 @@ class Writer:
         self._identity_digest = identity_digest
         self._on_published = on_published
         self._segment_age_s = segment_age_s
+        self._are_loads_waiting = are_loads_waiting
+        self._gate = StoreGate()
+        self._gate_lock = threading.Lock()
         self._queue = WriteQueue(clock, unit_bytes=unit_bytes, bytes_max=queue_bytes_max)
         #: what each thread is writing, by thread
         self._in_hand: dict[int, list[Item]] = {}
@@ -143,6 +151,7 @@ class Writer:
             run, is_flushing = self._queue.wait(self._idle_s)
             try:
                 if run:
+                    self._let_loads_go_first(is_flushing=is_flushing)
                     if not self._write(run):
                         self._queue.wait_for_others(_BUSY_WAIT_S)
                 elif self._queue.is_closed:
@@ -151,6 +160,15 @@ class Writer:
                     self._queue.wait_for_others(0.01)
             except Exception:
                 log.exception("writing failed")
+
+    def _let_loads_go_first(self, *, is_flushing: bool) -> None:
+        """Hold a run back for a moment while loads wait; requests wait for those, nobody for this."""
+        while not is_flushing and not self._queue.is_closed:
+            with self._gate_lock:
+                now_s = self._clock.monotonic_s()
+                if self._gate.may_store(now_s, are_loads_waiting=self._are_loads_waiting()):
+                    return
+            time.sleep(_GATE_LOOK_S)
 
     def _idle_s(self) -> float | None:
         """Until the oldest open segment must be sealed."""

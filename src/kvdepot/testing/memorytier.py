@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 
 from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.keys import BlockKey
-from kvdepot.tiers import Job, Outcome, Read, TierLimits, TierUsage, Write
+from kvdepot.tiers import Job, Outcome, Read, TierLimits, TierUsage, Turn, Write
 from kvdepot.units import MIB
 
 __all__ = ["MemoryBank", "MemoryTier"]
@@ -154,7 +154,13 @@ class MemoryTier:
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         return 0 if self._is_closed else self.bank.prefix(keys)
 
-    def load(self, reads: Sequence[Read], *, deadline_s: float | None = None) -> Job:
+    def load(
+        self,
+        reads: Sequence[Read],
+        *,
+        deadline_s: float | None = None,
+        turn: Turn | None = None,  # noqa: ARG002 - its loads take no time worth an order
+    ) -> Job:
         job = Job([read.key for read in reads], deadline_s=deadline_s)
         if not self._submit(self._loaders, self._load, job, tuple(reads)):
             job.resolve_all(Outcome.MISS)

@@ -25,6 +25,7 @@ from kvdepot.identity import Identity
 from kvdepot.io.models import ModelFiles, model_files
 from kvdepot.io.weights import weights_fingerprint
 from kvdepot.keys import BlockKey, RequestExtras, block_keys, root_key
+from kvdepot.policy.admission import StoreClass
 
 __all__ = ["DepotFactory", "EmbeddedEngine"]
 
@@ -33,10 +34,6 @@ log = logging.getLogger(__name__)
 #: fp32, because bf16 has no fast kernel on CPUs without AVX-512: 512 tokens took 13.6 s instead of
 #: 2.8 s; weights of either type give the same answers here
 _DTYPE = "float32"
-#: A load may take this share of the time that computing its tokens would: even when the storage
-#: hangs, the request then takes less than 1.10 times what it takes without. Storage that needs more
-#: is hardly worth waiting for: what is wanted is a fiftieth.
-_LOAD_SHARE = 0.08
 
 
 class _Request(NamedTuple):
@@ -68,7 +65,7 @@ class EmbeddedEngine:
         block_tokens: int | None = None,
         group_count: int | None = None,
         store_generated: bool = False,
-        load_share: float = _LOAD_SHARE,
+        load_share: float | None = None,
         on_progress: Progress | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -104,6 +101,7 @@ class EmbeddedEngine:
             context_tokens=self.context_tokens,
             on_progress=on_progress,
             clock=self._clock,
+            on_computed=self._computed,
         )
         self._is_busy = False
         #: requests that could not be keyed and were computed
@@ -111,6 +109,7 @@ class EmbeddedEngine:
         #: lookups, restores and stores that failed in an unforeseen way
         self.cache_failures = 0
         self.depot: Depot | None = open_depot(depot, self.identity)
+        self._computed(self._runner.warm_tokens, 0, self._runner.warm_s)
 
     @classmethod
     def open(
@@ -129,9 +128,9 @@ class EmbeddedEngine:
             model_name: part of the identity; by default the hub id, or the folder's name.
             **settings: ``depot`` opens the depot for the engine's identity (None: no reuse);
                 ``block_tokens``, ``group_count``: geometry of the blocks; ``store_generated``: store
-                the KV of answers as well; ``load_share``: give a load up after this share of the time
-                that computing its tokens would take; ``on_progress``: called while a prompt is
-                computed.
+                the KV of answers as well; ``load_share``: load whatever is found, and give it up
+                after this share of the time that computing its tokens would take (None: the depot's
+                policies decide); ``on_progress``: called while a prompt is computed.
 
         Raises:
             UnsupportedModel: its cache cannot be cut; the message says why.
@@ -235,13 +234,15 @@ class EmbeddedEngine:
             keys,
             self._runner.memory,
             prompt_tokens=len(request.ids),
-            deadline_s=self._load_share * self._runner.seconds_per_token,
+            load_share=self._load_share,
             on_failure=self._cache_failed,
+            clock=self._clock,
         )
         try:
             logits = self._runner.compute(request.ids, reuse)
         finally:
             reuse.release()
+        self._finish(reuse)
         token = request.sampler.pick(logits)
         ttft_s = self._clock.monotonic_s() - request.started_s
         written = 0
@@ -276,12 +277,28 @@ class EmbeddedEngine:
             finish="stop" if is_ended else "length",
         )
 
+    def _finish(self, reuse: Reuse) -> None:
+        try:
+            reuse.finish()
+        except Exception as error:  # noqa: BLE001 - as for a store
+            self._cache_failed("taking a request's account", error)
+
+    def _computed(self, tokens: int, position: int, seconds: float) -> None:
+        """The cost model learns from what computing takes."""
+        if self.depot is not None:
+            self.depot.computed(tokens, position, seconds)
+
     def _cache_failed(self, what: str, error: Exception) -> None:
         """A failure of the cache never fails a request: it is computed."""
         self.cache_failures += 1
         log.warning("%s failed; the request goes on without", what, exc_info=error)
 
-    def _store(self, request: _Request, keys: Sequence[BlockKey]) -> int:
+    def _store(
+        self,
+        request: _Request,
+        keys: Sequence[BlockKey],
+        kind: StoreClass = StoreClass.PROMPT,
+    ) -> int:
         """Hand the KV of these blocks to the depot; payload bytes that are to be written."""
         if self.depot is None or not keys:
             return 0
@@ -295,7 +312,7 @@ class EmbeddedEngine:
 
         root = root_key(self.identity.digest(), request.extras)
         try:
-            self.depot.store(keys, root, counted, tokens=self.plan.block_tokens)
+            self.depot.store(keys, root, counted, tokens=self.plan.block_tokens, kind=kind)
         except Exception as error:  # noqa: BLE001 - whatever it is, the answer is not lost to it
             self._cache_failed("storing a prompt", error)
         return handed_over if self.depot.pool is not None else 0
@@ -303,7 +320,7 @@ class EmbeddedEngine:
     def _store_answer(self, request: _Request, tokens: Sequence[int]) -> int:
         # the last token was sampled and not computed, so it has no KV
         ids = [*request.ids, *tokens[:-1]]
-        return self._store(request, self.keys(ids, request.extras))
+        return self._store(request, self.keys(ids, request.extras), StoreClass.GENERATED)
 
     def _check(self, ids: Sequence[int], max_new_tokens: int) -> None:
         if not ids:

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 
 from kvdepot.clock import Clock
+from kvdepot.engines.transformers.backload import BackLoad
 from kvdepot.engines.transformers.blocks import PrefixTooShort
 from kvdepot.engines.transformers.memory import KvMemory, KvShape, PreallocCache
 from kvdepot.engines.transformers.reuse import Reuse
 from kvdepot.engines.transformers.support import cache_argument, forward_options
 
-__all__ = ["Progress", "Runner"]
+__all__ = ["Computed", "Progress", "Runner"]
 
 log = logging.getLogger(__name__)
 
 #: called while a prompt is computed: (tokens done, tokens to compute)
 Progress = Callable[[int, int], None]
+#: called after a pass: (tokens, position of the first one, seconds)
+Computed = Callable[[int, int, float], None]
 
 #: a long prompt is computed in parts, to bound the memory of its activations; one part is fastest
 _PART_TOKENS = 8192
@@ -41,6 +44,7 @@ class Runner:
         context_tokens: that it takes.
         on_progress: told how far a prompt is.
         clock: for tests that own the time.
+        on_computed: told how long prefills took that nothing but computing was part of.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Runner:
         context_tokens: int,
         on_progress: Progress | None,
         clock: Clock,
+        on_computed: Computed | None = None,
     ) -> None:
         self._model = model
         self._cache_argument = cache_argument(model)
@@ -60,8 +65,10 @@ class Runner:
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.memory = KvMemory(shape, min(context_tokens, _MEMORY_TOKENS))
         self._cache = PreallocCache(self.memory)
-        #: of a prompt, as last measured; at first from the warm-up
-        self.seconds_per_token = self._warm_up(min(_WARM_TOKENS, context_tokens))
+        self._on_computed = on_computed or (lambda _tokens, _position, _seconds: None)
+        #: tokens of the warm-up's prompt, and what it took
+        self.warm_tokens = min(_WARM_TOKENS, context_tokens)
+        self.warm_s = self._warm_up(self.warm_tokens)
 
     def compute(self, ids: Sequence[int], reuse: Reuse) -> torch.Tensor:
         """Compute what of a prompt is not reused; the logits behind its last token.
@@ -71,6 +78,8 @@ class Runner:
         while True:
             started_s = self._clock.monotonic_s()
             try:
+                if reuse.back is not None:
+                    return self._compute_meeting(ids, reuse, reuse.back)
                 logits = self._compute_from(ids, reuse)
             except PrefixTooShort as short:
                 before = reuse.tokens
@@ -79,8 +88,8 @@ class Runner:
                 continue
             # with a reused prefix the span has waits for storage in it, and a slow load would earn
             # the next one a longer deadline
-            if reuse.tokens == 0 and len(ids) >= _RATE_TOKENS_MIN:
-                self.seconds_per_token = (self._clock.monotonic_s() - started_s) / len(ids)
+            if reuse.is_pure and len(ids) >= _RATE_TOKENS_MIN:
+                self._on_computed(len(ids), 0, self._clock.monotonic_s() - started_s)
             return logits
 
     @torch.inference_mode()
@@ -115,8 +124,35 @@ class Runner:
         self._on_progress(total, total)
         return logits
 
+    def _compute_meeting(self, ids: Sequence[int], reuse: Reuse, back: BackLoad) -> torch.Tensor:
+        """Compute the front of the prefix while its back is read, then what follows both."""
+        total = len(ids) - reuse.tokens
+        place = first = reuse.tokens
+        began_s = self._clock.monotonic_s()
+        self._cache.begin(place, reuse.wait_for)
+        while place < min(back.start_token, len(ids) - 1):
+            span_s = self._clock.monotonic_s() - began_s
+            token_s = span_s / (place - first) if place > first else 0.0
+            count = back.pass_tokens(place, token_s, span_s)
+            part = ids[place : min(place + count, back.start_token, len(ids) - 1)]
+            part_s = self._clock.monotonic_s()
+            self.forward(part)
+            if place > first and len(part) >= _RATE_TOKENS_MIN:
+                # the first one may have waited for blocks in memory to be pasted
+                self._on_computed(len(part), place, self._clock.monotonic_s() - part_s)
+            place += len(part)
+            self._cache.end_gate()
+            back.paste(place)
+            self._on_progress(place - first, total)
+        reuse.met()
+        tail = min(back.end_token, len(ids) - 1)
+        self._cache.begin(tail)
+        logits = self.forward(ids[tail:])
+        self._on_progress(total, total)
+        return logits
+
     def _warm_up(self, tokens: int) -> float:
-        """Run a small prompt, then some tokens over a deep prefix; seconds per prompt token.
+        """Run a small prompt, then some tokens over a deep prefix; seconds that the prompt took.
 
         The first pass of a process pays for threads and memory that later ones find ready, and so does
         the first one over a long prefix. What the prefix holds does not matter here.
@@ -131,4 +167,4 @@ class Runner:
         self._cache.begin(min(self.memory.capacity_tokens - tokens, _WARM_PREFIX_TOKENS))
         self.forward(ids[:_WARM_TAIL_TOKENS])
         self._cache.begin(0)
-        return span_s / tokens
+        return span_s

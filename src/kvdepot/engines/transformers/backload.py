@@ -1,0 +1,123 @@
+"""The back of a prefix, read while the front is computed.
+
+Chunks come from the end of the prefix towards its beginning and are pasted between two passes. How many
+tokens the next pass takes is chosen so that it ends about where the two meet: each pass more costs time,
+and a pass that goes too far computes what would have been there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvdepot.chunks import Chunk, ChunkRestore
+from kvdepot.engines.transformers.memory import KvMemory
+from kvdepot.identity import CacheGroup
+from kvdepot.policy.reasons import Reason
+
+__all__ = ["BackLoad"]
+
+#: shorter passes do not use the machine well
+_PASS_TOKENS_MIN = 256
+#: of a prefix of which nothing is known, this much is computed before the first look
+_FIRST_PASS_TOKENS = 512
+
+
+class BackLoad:
+    """Pastes chunks from the back, and says how far the front should be computed next.
+
+    Args:
+        chunks: not yet read from; released here.
+        memory: has room for the whole prompt.
+        groups: of the identity.
+        block_tokens: tokens in a block.
+        first_block: of the prompt, at which the chunks begin.
+        meet_block: where the two are expected to meet; `first_block` or less when unknown.
+    """
+
+    def __init__(
+        self,
+        chunks: ChunkRestore,
+        memory: KvMemory,
+        groups: tuple[CacheGroup, ...],
+        block_tokens: int,
+        *,
+        first_block: int,
+        meet_block: int,
+    ) -> None:
+        self._chunks = chunks
+        self._memory = memory
+        self._groups = groups
+        self._block_tokens = block_tokens
+        self._first_block = first_block
+        #: token at which the whole prefix ends, and the pasted part begins
+        self.end_token = (first_block + chunks.blocks) * block_tokens
+        self.start_token = self.end_token
+        self._first_pass = max((meet_block - first_block) * block_tokens, 0) or _FIRST_PASS_TOKENS
+        self._has_passed = False
+        self.disk_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are in memory."""
+        return self.end_token - self.start_token
+
+    @property
+    def bytes_read(self) -> int:
+        """Payload bytes read from the pool; right once it is released."""
+        return self._chunks.bytes_read
+
+    @property
+    def ended_by(self) -> Reason | None:
+        """Why no more chunks came, if something was wrong."""
+        return self._chunks.ended_by
+
+    def paste(self, computed_token: int) -> None:
+        """Take what is there; blocks before `computed_token` are computed and left as they are."""
+        while self.start_token > computed_token:
+            chunk = self._chunks.poll()
+            if chunk is None:
+                return
+            self._paste(chunk)
+            start = (self._first_block + chunk.first) * self._block_tokens
+            self.start_token = max(start, computed_token)
+            self.disk_tokens += sum(
+                self._block_tokens
+                for index, is_from_disk in enumerate(chunk.is_from_disk)
+                if is_from_disk and start + index * self._block_tokens >= computed_token
+            )
+
+    def pass_tokens(self, computed_token: int, computing_s: float, loading_s: float) -> int:
+        """How many tokens to compute next, at least one.
+
+        Args:
+            computed_token: up to where the front is there.
+            computing_s: seconds that a token took to compute so far; 0 before the first pass.
+            loading_s: seconds since the load began.
+        """
+        gap = self.start_token - computed_token
+        if not self._has_passed:
+            self._has_passed = True
+            return max(min(gap, max(self._first_pass, _PASS_TOKENS_MIN)), 1)
+        loaded = self.tokens
+        if not loaded or computing_s <= 0 or loading_s <= 0 or self._chunks.is_over:
+            return gap  # nothing comes: one pass is quickest
+        loading_rate = loaded / loading_s
+        front = gap / (1.0 + loading_rate * computing_s)
+        return max(min(gap, max(int(front), _PASS_TOKENS_MIN)), 1)
+
+    def release(self) -> None:
+        """Give the rows back. Idempotent."""
+        self._chunks.release()
+
+    def _paste(self, chunk: Chunk) -> None:
+        shape, tokens = self._memory.shape, self._block_tokens
+        first = (self._first_block + chunk.first) * tokens
+        for group, rows in zip(self._groups, chunk.rows, strict=True):
+            layers = group.layers
+            block = (len(layers), 2, shape.kv_heads, tokens, shape.head_dim)
+            for index, row in enumerate(rows):
+                start = first + index * tokens
+                target = self._memory.tensor[
+                    layers[0] : layers[-1] + 1, :, :, start : start + tokens
+                ]
+                target.copy_(torch.frombuffer(row, dtype=shape.dtype).view(block))
