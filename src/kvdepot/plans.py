@@ -184,8 +184,7 @@ class Planner:
         if self.probe is not None or not self._policies.probe_due(now_s):
             return
         bandwidth = self._policies.cost.bandwidth(self._policies.tier)
-        most = min(_PROBE_BYTES, max(int(bandwidth * _PROBE_S), 1)) if bandwidth > 0 else 1
-        count = max(most // self._block_bytes, 1)
+        count = max(int(min(_PROBE_BYTES, bandwidth * _PROBE_S)) // self._block_bytes, 1)
         rows: list[tuple[int, int, BlockKey]] = []
         reads: list[Read] = []
         for group, (host, chain) in enumerate(zip(self._hosts, group_keys, strict=True)):

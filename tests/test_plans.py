@@ -1,0 +1,289 @@
+"""Plans of a depot over a real pool: loads that pay, chunks in both directions, and what is learned.
+
+Covers `kvdepot.plans`, `kvdepot.loads` and `kvdepot.chunks`. The toy engine is the oracle of the bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import Self
+
+import pytest
+
+from kvdepot import chunks, loads, plans
+from kvdepot.clock import SystemClock
+from kvdepot.config import PoolConfig
+from kvdepot.depot import Depot
+from kvdepot.host import HostRows
+from kvdepot.io.localdisk import LocalDisk
+from kvdepot.keys import root_key
+from kvdepot.metrics import Counters
+from kvdepot.policy.admission import AdmissionSettings, StoreClass
+from kvdepot.policy.decide import Mode
+from kvdepot.policy.policies import Policies
+from kvdepot.policy.reasons import Reason
+from kvdepot.pool.tier import PoolTier
+from kvdepot.testing.faults import FaultDisk, FaultPlan
+from kvdepot.testing.toy import ToyEngine
+from kvdepot.tiers import Outcome
+from tests.pool_rig import pool_config
+
+BLOCKS = 32
+GROUPS = (4096, 8192)
+TOKENS = BLOCKS * 16 + 5
+
+
+@pytest.fixture
+def engine() -> ToyEngine:
+    return ToyEngine(GROUPS)
+
+
+class Rig:
+    """A depot on a disk with faults, whose engine takes `token_s` for a token."""
+
+    def __init__(
+        self, folder, engine: ToyEngine, *, token_s: float = 0.01, rows: int = 64, **policies
+    ):
+        self.engine = engine
+        self.faults = FaultPlan()
+        config: PoolConfig = pool_config(folder)
+        counters = Counters()
+        disks = [FaultDisk(LocalDisk(folder), self.faults)]
+        pool = PoolTier.open(config, engine.identity, disks=disks, counters=counters)
+        hosts = [HostRows(length, rows * 8192) for length in GROUPS]
+        self.depot = Depot(
+            engine.identity,
+            pool,
+            hosts,
+            counters=counters,
+            clock=SystemClock(),
+            policies=Policies(**policies),
+        )
+        for tokens in (64, 256, 1024):
+            self.depot.computed(tokens, 0, token_s * tokens)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_):
+        self.faults.clear()
+        self.depot.close()
+
+    def store(self, tokens, **settings) -> int:
+        def cut(group, index, row):
+            row[:] = self.engine.block(tokens, index, group)
+
+        root = root_key(self.engine.digest)
+        return self.depot.store(self.engine.keys(tokens), root, cut, tokens=16, **settings)
+
+    def plan(self, tokens, **settings) -> plans.Plan:
+        return self.depot.plan(self.engine.keys(tokens), prompt_tokens=len(tokens), **settings)
+
+    def read(self, found: chunks.ChunkRestore, tokens, *, timeout_s: float = 10.0) -> list[int]:
+        """All blocks that come, checked; their numbers in the order of their coming."""
+        came: list[int] = []
+        give_up_at = time.monotonic() + timeout_s
+        while not found.is_over and time.monotonic() < give_up_at:
+            chunk = found.poll()
+            if chunk is None:
+                found.wait(0.05)
+                continue
+            for group, rows in enumerate(chunk.rows):
+                for index, row in enumerate(rows):
+                    assert row == self.engine.block(tokens, chunk.first + index, group)
+            came += range(chunk.first, chunk.first + chunk.blocks)
+        return came
+
+    def wait_until_planned(self, tokens, *, timeout_s: float = 15.0) -> bool:
+        """Until requests get the whole prefix again, as they come ten times a second."""
+        give_up_at = time.monotonic() + timeout_s
+        while time.monotonic() < give_up_at:
+            plan = self.plan(tokens)
+            if plan.blocks == BLOCKS:
+                return True
+            self.depot.finished(plan, reused_blocks=plan.blocks, load_s=0.0)
+            time.sleep(0.1)
+        return False
+
+    def ended(self, reason: Reason) -> int:
+        return self.depot.counters()[f"reuse_ended_{reason.value}_total"]
+
+
+@pytest.fixture
+def stored(tmp_path, engine):
+    """A pool that another process has filled, and the prompt in it."""
+    tokens = engine.prompt(1, BLOCKS, extra_tokens=5)
+    with Rig(tmp_path / "p", engine) as rig:
+        assert rig.store(tokens) == BLOCKS * len(GROUPS)
+        assert rig.depot.drain(10)
+    return tmp_path / "p", tokens
+
+
+def test_a_first_ask_computes_and_says_why(tmp_path, engine):
+    with Rig(tmp_path / "p", engine) as rig:
+        tokens = engine.prompt(1, BLOCKS)
+        plan = rig.plan(tokens)
+        assert (plan.mode, plan.blocks, plan.near_blocks) == (Mode.COMPUTE, 0, 0)
+        found = rig.depot.finished(plan, reused_blocks=0, load_s=0.0)
+        assert found.reason is Reason.NEVER_STORED
+        short = rig.plan(tokens[:5])
+        assert rig.depot.finished(short, reused_blocks=0, load_s=0.0).reason is Reason.TOO_SHORT
+        unkeyed = rig.depot.plan([], prompt_tokens=500)
+        assert rig.depot.finished(unkeyed, reused_blocks=0, load_s=0.0).reason is Reason.NOT_KEYED
+        assert rig.ended(Reason.NEVER_STORED) == rig.ended(Reason.TOO_SHORT) == 1
+
+
+@pytest.mark.parametrize("is_from_back", [False, True])
+def test_chunks_come_in_order_from_either_end(stored, engine, is_from_back):
+    folder, tokens = stored
+    with Rig(folder, engine) as rig:
+        plan = rig.plan(tokens)
+        assert (plan.mode, plan.blocks) == (Mode.LOAD, BLOCKS)
+        found = rig.depot.chunks(plan.keys[: plan.blocks], is_from_back=is_from_back)
+        came = rig.read(found, tokens)
+        assert sorted(came) == list(range(BLOCKS))
+        firsts = [number for number in came if number % 2 == 0]
+        assert firsts == sorted(firsts, reverse=is_from_back)
+        assert found.ended_by is None
+        found.release()
+        found.release()
+        assert found.bytes_read == BLOCKS * sum(GROUPS)
+        assert rig.depot.finished(plan, reused_blocks=BLOCKS, load_s=0.01) is None
+        assert rig.depot.counters()["reuse_complete_total"] == 1
+        # the policies have learned what reading takes, and the next time it is in memory
+        assert rig.depot.policies.cost.knows_reads("disk")
+        again = rig.plan(tokens)
+        assert (again.mode, again.near_blocks) == (Mode.COMPUTE, BLOCKS)
+
+
+def test_chunks_through_a_small_host_buffer(stored, engine):
+    folder, tokens = stored
+    with Rig(folder, engine, rows=6) as rig:
+        found = rig.depot.chunks(engine.keys(tokens))
+        assert rig.read(found, tokens) == list(range(BLOCKS))
+        found.release()
+
+
+def test_without_any_row_a_restore_ends_with_the_reason(stored, engine):
+    folder, tokens = stored
+    with Rig(folder, engine, rows=4) as rig:
+        held = [host.reserve(host.row_count) for host in rig.depot.hosts]
+        found = rig.depot.chunks(engine.keys(tokens))
+        assert found.poll() is None
+        assert found.is_over
+        assert found.ended_by is Reason.HOST_FULL
+        for host, rows in zip(rig.depot.hosts, held, strict=True):
+            host.release(rows)
+        found.release()
+
+
+def test_what_lands_too_late_is_there_for_the_next_request(stored, engine):
+    folder, tokens = stored
+    with Rig(folder, engine) as rig:
+        barrier = rig.faults.hold("read")
+        plan = rig.plan(tokens)
+        found = rig.depot.chunks(plan.keys[: plan.blocks])
+        assert barrier.wait_reached()
+        found.give_up()
+        assert found.ended_by is Reason.DEADLINE
+        ended = rig.depot.finished(plan, reused_blocks=0, load_s=0.1, ended_by=found.ended_by)
+        assert ended.reason is Reason.DEADLINE
+        found.release()
+        rig.faults.clear()
+        give_up_at = time.monotonic() + 10
+        while rig.depot.lookup(engine.keys(tokens)).tiers[0] != "host":
+            assert time.monotonic() < give_up_at
+            time.sleep(0.02)
+            rig.depot.drain(0.0)
+        assert rig.read(rig.depot.chunks(engine.keys(tokens)[:1]), tokens) == [0]
+
+
+def test_errors_end_a_restore_with_the_reason_and_open_the_breaker(stored, engine):
+    folder, tokens = stored
+    with Rig(folder, engine) as rig:
+        rig.faults.fail("read", errno.EIO)
+        for _ in range(8):
+            plan = rig.plan(tokens)
+            if plan.blocks == 0:
+                break
+            found = rig.depot.chunks(plan.keys[: plan.blocks])
+            assert rig.read(found, tokens) == []
+            assert found.ended_by in (Reason.FAILED, Reason.VANISHED)
+            found.release()
+            rig.depot.finished(plan, reused_blocks=0, load_s=0.0, ended_by=found.ended_by)
+        assert rig.ended(Reason.FAILED) >= 1
+        rig.faults.clear()
+        assert rig.wait_until_planned(tokens)
+
+
+def test_slow_storage_is_refused_probed_and_used_again(stored, engine):
+    folder, tokens = stored
+    with Rig(folder, engine, token_s=0.001) as rig:
+        rig.faults.throttle("read", 100_000)
+        reasons = set()
+        for _ in range(12):
+            plan = rig.plan(tokens)
+            if plan.mode is Mode.LOAD:
+                found = rig.depot.chunks(plan.keys[: plan.blocks])
+                found.wait(plan.slack_s)
+                found.give_up()
+                found.release()
+                ended_by = found.ended_by
+            else:
+                ended_by = None
+            ended = rig.depot.finished(plan, reused_blocks=0, load_s=0.05, ended_by=ended_by)
+            reasons.add(ended.reason)
+            rig.depot.drain(0.0)
+        assert reasons <= {Reason.DEADLINE, Reason.REFUSED_COST, Reason.BREAKER}
+        assert reasons & {Reason.REFUSED_COST, Reason.BREAKER}
+        rig.faults.clear()
+        assert rig.wait_until_planned(tokens)
+
+
+def test_what_admission_does_not_want_stays_in_memory(tmp_path, engine):
+    tokens = engine.prompt(3, BLOCKS)
+    settings = AdmissionSettings(when="second_sight")
+    with Rig(tmp_path / "p", engine, admission=settings) as rig:
+        assert rig.store(tokens) == BLOCKS * len(GROUPS)
+        assert rig.depot.drain(5)
+        counters = rig.depot.counters()
+        assert counters["store_blocks_total"] == 0
+        assert counters["store_not_admitted_blocks_total"] == BLOCKS
+        assert rig.plan(tokens).near_blocks == BLOCKS
+        rig.store(tokens, kind=StoreClass.PROMPT)
+        assert rig.depot.drain(5)
+        assert rig.depot.counters()["store_blocks_total"] == BLOCKS * len(GROUPS)
+
+
+def test_stores_never_take_the_last_rows(tmp_path, engine):
+    with Rig(tmp_path / "p", engine, rows=16) as rig:
+        rig.faults.hold("write")
+        for seed in range(4):
+            rig.store(engine.prompt(seed, BLOCKS))
+        for host in rig.depot.hosts:
+            free, clean, _ = host.counts()
+            assert free + clean >= host.row_count // 4
+
+
+def test_an_evicted_block_is_told_from_one_that_never_was(tmp_path, engine):
+    tokens = engine.prompt(1, BLOCKS)
+    with Rig(tmp_path / "p", engine, rows=64) as rig:
+        rig.store(tokens)
+        assert rig.depot.drain(10)
+        for host in rig.depot.hosts:
+            rows = host.reserve(host.row_count)
+            host.release(rows)
+        for path in (tmp_path / "p").glob("ns/*/*/*.kvseg"):
+            path.unlink()
+        give_up_at = time.monotonic() + 10
+        while rig.depot.lookup(engine.keys(tokens)).blocks:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.05)
+        plan = rig.plan(tokens)
+        assert rig.depot.finished(plan, reused_blocks=0, load_s=0.0).reason is Reason.EVICTED
+
+
+def test_outcomes_have_reasons():
+    assert loads.reason_of(Outcome.DONE) is None
+    assert loads.reason_of(Outcome.CORRUPT) is Reason.CORRUPT
