@@ -217,7 +217,7 @@ class WritesBehindTheCaller(MemoryTier):
 
 
 class HangsOnNothing(MemoryTier):
-    def load(self, reads, *, deadline_s=None):
+    def load(self, reads, *, deadline_s=None, turn=None):
         job = Job([read.key for read in reads])
         job.hold()
         job._users = 1
@@ -286,7 +286,7 @@ class DropsTheWholeCall(MemoryTier):
 
 
 class IgnoresDeadlines(MemoryTier):
-    def load(self, reads, *, deadline_s=None):
+    def load(self, reads, *, deadline_s=None, turn=None):
         return super().load(reads)
 
 
@@ -315,7 +315,7 @@ class ReadsAfterCancel(MemoryTier):
 
 
 class WaitsInLoad(MemoryTier):
-    def load(self, reads, *, deadline_s=None):
+    def load(self, reads, *, deadline_s=None, turn=None):
         time.sleep(self.delay_s)
         return super().load(reads, deadline_s=deadline_s)
 
@@ -341,7 +341,7 @@ class LooksUpSlowly(MemoryTier):
 
 
 class RaisesAfterClose(MemoryTier):
-    def load(self, reads, *, deadline_s=None):
+    def load(self, reads, *, deadline_s=None, turn=None):
         if self._is_closed:
             raise RuntimeError("closed")
         return super().load(reads, deadline_s=deadline_s)

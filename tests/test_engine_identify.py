@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 
+from kvdepot.clock import SystemClock  # noqa: E402
 from kvdepot.depot import Depot  # noqa: E402
 from kvdepot.engines.transformers.blocks import plan_blocks  # noqa: E402
 from kvdepot.engines.transformers.identify import (  # noqa: E402
@@ -98,8 +99,9 @@ def reuse_of(depot, keys, prompt_tokens):
         keys,
         KvMemory(SHAPE, 64),
         prompt_tokens=prompt_tokens,
-        deadline_s=1.0,
+        load_share=1e9,
         on_failure=fail,
+        clock=SystemClock(),
     )
 
 

@@ -255,6 +255,9 @@ class Planner:
             return None
         if reused_blocks < min(choice.blocks, plan.hit.blocks) and ended_by is not None:
             return Explanation(ended_by, reused_blocks, blocks)
+        if choice.mode is Mode.MEET and reused_blocks < plan.hit.blocks:
+            # the front was computed on purpose
+            return Explanation(Reason.REFUSED_COST, plan.near_blocks, blocks, "met in the middle")
         if choice.reason is not None and choice.blocks < plan.hit.blocks:
             return Explanation(choice.reason, choice.blocks, blocks)
         if plan.hit.blocks < blocks:

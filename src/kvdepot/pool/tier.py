@@ -92,18 +92,7 @@ class PoolTier:
         self._closing = threading.Lock()
         self._stop = threading.Event()
         self.roots: list[Root] = []
-        try:
-            for disk in disks:
-                root = Root(
-                    disk, config, identity, clock=clock, counters=counters, listener=self._table
-                )
-                self.roots.append(root)
-                _refuse_twins(self.roots)
-                root.start(index_s=_INDEX_WAIT_S)
-        except BaseException:
-            for root in self.roots:
-                root.close()
-            raise
+        self._start_roots(disks)
         self._notebook = Notebook(disks[0], self._digest.hex())
         #: what an earlier process has kept for this identity
         self.recalled = self._notebook.read()
@@ -304,12 +293,8 @@ class PoolTier:
             self._note_touches()
             self._files.close()
             # closing makes file calls, and a hung root must not keep the caller
-            closers = [
-                threading.Thread(
-                    target=_close, args=(r, None if place else self._notebook), daemon=True
-                )
-                for place, r in enumerate(self.roots)
-            ]
+            close = self._close_root
+            closers = [threading.Thread(target=close, args=(r,), daemon=True) for r in self.roots]
             for closer in closers:
                 closer.start()
             for root, closer in zip(self.roots, closers, strict=True):
@@ -360,6 +345,28 @@ class PoolTier:
             if segment is not None:
                 segment.root.touch(segment.entry)
 
+    def _start_roots(self, disks: Sequence[Disk]) -> None:
+        config, clock, counters = self._config, self._clock, self.counters
+        try:
+            for disk in disks:
+                root = Root(disk, config, self.identity, clock=clock, counters=counters,
+                            listener=self._table)  # fmt: skip
+                self.roots.append(root)
+                _refuse_twins(self.roots)
+                root.start(index_s=_INDEX_WAIT_S)
+        except BaseException:
+            for root in self.roots:
+                root.close()
+            raise
+
+    def _close_root(self, root: Root) -> None:
+        try:
+            if root is self.roots[0]:
+                self._notebook.write()
+            root.close()
+        except PoolError as error:
+            log.warning("%s: not closed cleanly: %s", root.disk.place, error)
+
     def _start_housekeepers(self) -> list[threading.Thread]:
         # one for each root: a root that hangs must not keep the others from showing life
         keepers = [
@@ -389,12 +396,3 @@ def _refuse_twins(roots: Sequence[Root]) -> None:
                 f"{other.disk.place} and {last.disk.place} are the same pool",
                 hint="give each root once; a copied pool needs a pool.json of its own",
             )
-
-
-def _close(root: Root, notebook: Notebook | None) -> None:
-    try:
-        if notebook is not None:
-            notebook.write()
-        root.close()
-    except PoolError as error:
-        log.warning("%s: not closed cleanly: %s", root.disk.place, error)

@@ -80,11 +80,11 @@ class BackLoad:
             self._paste(chunk)
             start = (self._first_block + chunk.first) * self._block_tokens
             self.start_token = max(start, computed_token)
-            self.disk_tokens += sum(
-                self._block_tokens
-                for index, is_from_disk in enumerate(chunk.is_from_disk)
-                if is_from_disk and start + index * self._block_tokens >= computed_token
-            )
+            for index, is_from_disk in enumerate(chunk.is_from_disk):
+                end = start + (index + 1) * self._block_tokens
+                if is_from_disk:
+                    # of the block in which the two meet, the rest
+                    self.disk_tokens += min(max(end - computed_token, 0), self._block_tokens)
 
     def pass_tokens(self, computed_token: int, computing_s: float, loading_s: float) -> int:
         """How many tokens to compute next, at least one.
