@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # these draw in numpy, which takes longer to import than all 
     from kvdepot.io.localdisk import LocalDisk
     from kvdepot.pool.survey import NamespaceSurvey, PoolSurvey, SegmentCheck
 
-__all__ = ["app", "explain", "info", "verify"]
+__all__ = ["app", "explain", "info", "verify", "why"]
 
 app = App(name="pool", help="Look at a pool: what it holds, and whether every byte verifies.")
 
@@ -114,6 +114,67 @@ def explain(url: str, a: str, b: str, /, *, json: Json = False) -> int:
             f"{name}: {_json(mine)} in {ours.digest[:12]}, {_json(other)} in {theirs.digest[:12]}"
         )
     return 0
+
+
+@app.command
+def why(
+    url: str,
+    prompt: str,
+    /,
+    *,
+    model: str | None = None,
+    namespace: str = "",
+    salt: str | None = None,
+    json: Json = False,
+) -> int:
+    """Say how far a prompt is in the pool, and why no further; exit status 1 if not all of it is there.
+
+    Looks at the pool alone. Why a running engine computed what is there (cost, deadline, breaker, host
+    buffer) is in its counters `reuse_ended_..._total` and in its log at debug level.
+
+    Args:
+        url: Where the pool is: file:///path, fs:///path or a path.
+        prompt: Token ids, as in 12,345,6; or a text, with --model.
+        model: Folder or hub id of the model whose tokenizer reads the text.
+        namespace: The first digits of the namespace that was expected to have it.
+        salt: The tenant's salt, if requests carry one.
+        json: Print one JSON object per namespace.
+    """
+    from kvdepot.pool.why import why as look
+
+    tokens = _token_ids(prompt, model)
+    answers = look(_open(PoolUrl.parse(url)), tokens, namespace=namespace, salt=salt)
+    if not answers:
+        raise ConfigError(
+            f"no namespace begins with {namespace!r}" if namespace else "an empty pool"
+        )
+    for answer in answers:
+        if json:
+            print(_json(answer))
+            continue
+        print(f"{answer.digest[:12]} {answer.model_name}: {answer.found} of {answer.blocks} blocks")
+        if answer.reason is not None:
+            token = answer.found * answer.block_tokens
+            print(f"  ends at block {answer.found}, token {token}: {answer.reason.value}")
+            for text in filter(None, (answer.detail, answer.advice)):
+                print(f"  {text}")
+    return 0 if answers[0].reason is None else 1
+
+
+def _token_ids(prompt: str, model: str | None) -> list[int]:
+    """Ids as they are written, or those of a text."""
+    if model is None:
+        try:
+            return [int(part) for part in prompt.replace(",", " ").split()]
+        except ValueError as error:
+            raise ConfigError(
+                "the prompt is no list of token ids",
+                hint="give --model with the model that the text is for",
+            ) from error
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
 def _open(root: PoolUrl) -> LocalDisk:
