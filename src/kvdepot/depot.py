@@ -53,7 +53,7 @@ Cut = Callable[[int, int, memoryview], None]
 _GROUP_KEYS_MAX = 1 << 15
 #: stores are handed over in parts of this size, so that writing begins while later blocks are cut
 _STORE_PART_BYTES = 8 * MIB
-#: of the rows, this part is never given to stores: a full buffer must still be able to load
+#: while earlier stores hold rows, this part is not given to further ones, but kept for loads
 _RESTORE_SHARE = 4
 
 
@@ -88,6 +88,7 @@ class Depot:
         # a request's keys come by three times: at lookup, restore and store
         self._group_key = lru_cache(maxsize=_GROUP_KEYS_MAX)(group_key)
         self._unsettled: deque[tuple[int, list[int], Sequence[Fill], Job]] = deque()
+        self._leaves_rows = False
         self._loads = Loads(pool, self.policies, clock)
         self._planner = Planner(
             identity, self.policies, self._loads, hosts, counters=counters, clock=clock
@@ -193,10 +194,9 @@ class Depot:
     def finished(
         self, plan: Plan, *, reused_blocks: int, load_s: float, ended_by: Reason | None = None
     ) -> Explanation | None:
-        """Say how a planned request went; why its reuse ended where it did, None when it is complete.
+        """Say how a planned request went; why its reuse ended, None when it is complete.
 
-        `reused_blocks` were not computed; for `load_s` the engine waited for bytes and did nothing
-        else; `ended_by` is the restore's.
+        For `load_s` the engine waited for bytes and did nothing else; `ended_by` is the restore's.
         """
         self._collect()
         return self._planner.finish(
@@ -204,7 +204,7 @@ class Depot:
         )
 
     def computed(self, tokens: int, position: int, seconds: float) -> None:
-        """Say how long a prefill took that nothing but computing was part of."""
+        """Say how long a prefill took that was computing and nothing else."""
         self.policies.cost.computed(tokens, position, seconds)
 
     def restore(self, keys: Sequence[BlockKey], *, deadline_s: float | None = None) -> Restore:
@@ -266,6 +266,7 @@ class Depot:
         """
         self._collect()
         taken = 0
+        self._leaves_rows = bool(self._unsettled)
         admitted: int | None = None
         for group, chain in enumerate(self._group_keys(keys)):
             pooled = 0
@@ -331,7 +332,8 @@ class Depot:
         # a block may be cached here and yet be missing in the pool, which had dropped it
         held = {index: host.acquire(chain.keys[index]) for index in blocks}
         missing = [index for index in blocks if held[index] is None]
-        fresh = host.reserve(len(missing), leave=host.row_count // _RESTORE_SHARE)
+        leave = host.row_count // _RESTORE_SHARE if self._leaves_rows else 0
+        fresh = host.reserve(len(missing), leave=leave)
         rows = [row for row in held.values() if row is not None] + fresh
         if len(fresh) < len(missing):
             host.release(rows)

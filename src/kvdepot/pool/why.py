@@ -144,7 +144,10 @@ class _Look:
             return Reason.NOT_KEYED, "its manifest is missing or damaged"
         if identity.hash_scheme != _OWN_SCHEME:
             scheme = identity.hash_scheme
-            return Reason.NOT_KEYED, f"its keys come from the engine ({scheme}): see the engine's log"
+            return (
+                Reason.NOT_KEYED,
+                f"its keys come from the engine ({scheme}): see the engine's log",
+            )
         if not self.blocks:
             return Reason.TOO_SHORT, f"a block has {identity.block_tokens} tokens"
         if self.found == self.blocks:

@@ -97,6 +97,10 @@ class RequestBlocks:
             verdict = found > 0
         return verdict and offload_key not in self.lost
 
+    def is_first(self, offload_key: OffloadKey) -> bool:
+        """Whether it is the first chunk of the request, as far as is known."""
+        return self._places.get(offload_key) == 0
+
     def in_order(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Keys by their position in the prompt; vLLM hands stores over as a set."""
         position = context.get_offload_key_position

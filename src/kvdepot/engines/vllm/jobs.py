@@ -73,13 +73,14 @@ class TierJobs:
 
     def load(
         self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks, deadline_s: float
-    ) -> None:
-        """Begin to load; all of it is one load of the pool's."""
+    ) -> Job:
+        """Begin to load; all of it is one load of the pool's, which is returned."""
         keys = list(transfer.keys)
         rows = self._region.rows(transfer.chunk_ids)
         reads = [Read(blocks.key(key), row) for key, row in zip(keys, rows, strict=True)]
         job = pool.load(reads, deadline_s=deadline_s)
         self._moving[transfer.job_id] = _Moving(keys, blocks, job, is_load=True)
+        return job
 
     def store(self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks) -> None:
         """Begin to store, parents before their children; vLLM hands the chunks over as a set."""
@@ -87,6 +88,14 @@ class TierJobs:
         keys = blocks.in_order(rows, transfer.req_context)
         job = pool.store(list(self._writes(keys, rows, blocks, transfer.req_context)))
         self._moving[transfer.job_id] = _Moving(keys, blocks, job, is_load=False)
+
+    def tokens(self, keys: Sequence[OffloadKey]) -> int:
+        """How many tokens of the prompt these chunks are, in the group that has the most of them."""
+        found: dict[int, int] = {}
+        for key in keys:
+            group = get_offload_group_idx(key)
+            found[group] = found.get(group, 0) + self._block_tokens[group]
+        return max(found.values(), default=0)
 
     def refuse(self, transfer: TransferJob, blocks: RequestBlocks | None = None) -> None:
         """A job that was not begun: it has failed, and its request looks for nothing of it again."""

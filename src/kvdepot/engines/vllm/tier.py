@@ -40,6 +40,7 @@ from kvdepot.engines.vllm.host_region import HostRegion
 from kvdepot.engines.vllm.identify import files_of, group_kind, identity_of
 from kvdepot.engines.vllm.jobs import TierJobs
 from kvdepot.engines.vllm.opening import PoolOpening
+from kvdepot.engines.vllm.patience import Patience
 from kvdepot.engines.vllm.settings import parse_settings
 from kvdepot.engines.vllm.stats import TierStats, metric_definitions
 from kvdepot.engines.vllm.versions import check_interface
@@ -110,6 +111,7 @@ class KvdepotTier(SecondaryTierManager):
         #: groups whose chunks are asked for from the first on; of a window, the last ones are
         self._chained = self._chained_groups()
         self.jobs = TierJobs(self.region, tokens, self._chained, self._clock)
+        self.patience = Patience(self.deadline_s, counters=self.counters, clock=self._clock)
         self._opening: PoolOpening | None = None
         self._files: object = None
         if self.engine is None:
@@ -232,6 +234,8 @@ class KvdepotTier(SecondaryTierManager):
         blocks = self._blocks(req_context)
         if not blocks.is_cacheable or blocks.is_given_up:
             return LookupResult.MISS
+        if not self.patience.may_ask(req_context.req_id):
+            return LookupResult.MISS
         is_held = blocks.holds(
             key,
             req_context,
@@ -244,6 +248,8 @@ class KvdepotTier(SecondaryTierManager):
             self.counters.add("lookup_blocks_total")
             if is_held:
                 self.counters.add("lookup_hit_blocks_total")
+            elif blocks.is_first(key):
+                self.patience.missed(req_context.req_id)
         return LookupResult.HIT if is_held else LookupResult.MISS
 
     @timed
@@ -252,9 +258,7 @@ class KvdepotTier(SecondaryTierManager):
         blocks = self._blocks(job_metadata.req_context)
         pool = self.pool
         try:
-            if pool is not None and blocks.is_cacheable:
-                length = len(job_metadata.keys) * self.region.row_bytes
-                self.jobs.load(pool, job_metadata, blocks, self.deadline_s(length))
+            if pool is not None and blocks.is_cacheable and self._load(pool, job_metadata, blocks):
                 return
         except Exception:
             log.exception("a load of %d chunks failed", len(job_metadata.keys))
@@ -268,6 +272,8 @@ class KvdepotTier(SecondaryTierManager):
         pool = self.pool
         try:
             if pool is not None and blocks.is_cacheable:
+                request, keys = job_metadata.req_context.req_id, list(job_metadata.keys)
+                self.patience.computed(request, self.jobs.tokens(keys))
                 self.jobs.store(pool, job_metadata, blocks)
                 return
         except Exception:
@@ -278,6 +284,7 @@ class KvdepotTier(SecondaryTierManager):
     @timed
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs whose rows are free again."""
+        self.patience.collect()
         ended = self.jobs.ended()
         if self._events is not None:
             self._events += [self._stored_event(job.stored) for job in ended if job.stored]
@@ -296,11 +303,13 @@ class KvdepotTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """What was noted of a request goes with it."""
         self.request_extras.pop(req_context.req_id, None)
+        self.patience.finished(req_context.req_id)
 
     @timed
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Answers are kept for one step."""
         self._generation += 1
+        self.patience.scheduled(context.new_req_ids)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Chunks stored since the last call, if events are wanted."""
@@ -370,6 +379,18 @@ class KvdepotTier(SecondaryTierManager):
         """How long so many bytes may take to load before the request computes instead."""
         moved_s = length_bytes / self.settings.load_bytes_per_s_min
         return self.settings.load_deadline_s + moved_s
+
+    def _load(self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks) -> bool:
+        """Begin a load if it is worth it; False when the request is to compute."""
+        keys = list(transfer.keys)
+        size = len(keys) * self.region.row_bytes
+        request, tokens = transfer.req_context.req_id, self.jobs.tokens(keys)
+        wait = self.patience.wait_for(request, len(keys), tokens, size)
+        if wait.deadline_s is None:
+            return False
+        job = self.jobs.load(pool, transfer, blocks, wait.deadline_s)
+        self.patience.began(job, size, is_probe=wait.is_probe)
+        return True
 
     def _count_error(self, method: str) -> None:
         errors = self.times.errors

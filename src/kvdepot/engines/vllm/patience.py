@@ -1,0 +1,163 @@
+"""The policies, with what vLLM lets a tier know: whether the pool is asked, and how long a load may take.
+
+vLLM tells a tier which requests were scheduled and when their chunks are computed, so prefill is measured as
+a request experiences it, batching included. A load is one job whose leading chunks are of use, and its
+request waits for it while others run. So its deadline is what reading is expected to take, twice over,
+or the slack, and never more than what its tokens would take to compute.
+
+Used by the scheduler's thread alone; every call takes microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from kvdepot.clock import Clock
+from kvdepot.metrics import Counters
+from kvdepot.policy.breaker import Fault
+from kvdepot.policy.deadline import slack_of
+from kvdepot.policy.decide import Ask, Mode, Run
+from kvdepot.policy.policies import LoadTicket, Policies
+from kvdepot.policy.reasons import Reason
+from kvdepot.tiers import Job, Outcome
+
+__all__ = ["Patience", "Wait"]
+
+#: requests whose scheduling is remembered; one that never stores anything is forgotten by and by
+_REQUESTS_MAX = 4096
+#: a load may take so many times as long as is expected at the slower end
+_DOUBT = 2.0
+_FAULTS = {
+    Outcome.CORRUPT: Fault.CORRUPT,
+    Outcome.FAILED: Fault.ERROR,
+    Outcome.LATE: Fault.LATE,
+}
+
+
+class Wait(NamedTuple):
+    """The answer to a load that vLLM wants."""
+
+    #: None: it is not made, and the request computes
+    deadline_s: float | None
+    is_probe: bool
+
+
+class Patience:
+    """One tier's policies.
+
+    Args:
+        deadline_s: by the bytes of a load, how long it may take at most; also while it is not known
+            what computing takes.
+        counters: of the tier.
+        clock: for tests that own the time.
+    """
+
+    def __init__(
+        self, deadline_s: Callable[[int], float], *, counters: Counters, clock: Clock
+    ) -> None:
+        self.policies = Policies()
+        self._deadline_s = deadline_s
+        self._counters = counters
+        self._clock = clock
+        #: requests of which not even the first chunk was found: what they store, they have computed
+        self._new: dict[str, None] = {}
+        #: of those, when they were first scheduled; gone once they have stored
+        self._scheduled_s: dict[str, float] = {}
+        self._probing: str | None = None
+        self._open: list[tuple[LoadTicket, Job]] = []
+
+    def may_ask(self, request: str) -> bool:
+        """Whether a request may look into the pool: not while the storage is left alone."""
+        if self.policies.breaker.is_closed or request == self._probing:
+            return True
+        if self.policies.probe_due(self._clock.monotonic_s()):
+            self._probing = request
+            return True
+        return False
+
+    def missed(self, request: str) -> None:
+        """The first chunk of a request is not in the pool, so all of it will be computed."""
+        self._new[request] = None
+        if len(self._new) > _REQUESTS_MAX:
+            self.finished(next(iter(self._new)))
+
+    def scheduled(self, requests: Iterable[str]) -> None:
+        """Requests begin to be computed in this step."""
+        now_s = self._clock.monotonic_s()
+        for request in requests:
+            if request in self._new:
+                self._scheduled_s[request] = now_s
+
+    def computed(self, request: str, tokens: int) -> None:
+        """Chunks of a request were computed; its first ones say how long that took."""
+        self._new.pop(request, None)
+        began_s = self._scheduled_s.pop(request, None)
+        if began_s is not None:
+            self.policies.cost.computed(tokens, 0, self._clock.monotonic_s() - began_s)
+
+    def wait_for(self, request: str, chunks: int, tokens: int, length_bytes: int) -> Wait:
+        """Whether to make a load, and for how long to wait for it."""
+        now_s = self._clock.monotonic_s()
+        self._new.pop(request, None)  # its prefill is no measure of computing
+        self._scheduled_s.pop(request, None)
+        is_probe = request == self._probing and not self.policies.breaker.is_closed
+        cost = self.policies.cost
+        run = Run(self.policies.tier, chunks, length_bytes // max(chunks, 1))
+        ask = Ask(tokens + 1, max(tokens // max(chunks, 1), 1), [run])
+        choice = self.policies.choose(ask, now_s).choice
+        self._counters.add(f"decided_{choice.mode.value}_total")
+        if choice.mode is Mode.COMPUTE and not is_probe:
+            # now and then one is made all the same, or nobody would find out that storage is well again
+            is_probe = self.policies.probe_due(now_s)
+            if not is_probe:
+                reason = choice.reason or Reason.REFUSED_COST
+                self._counters.add(f"reuse_ended_{reason.value}_total")
+                return Wait(None, is_probe=False)
+        unknown_s = self._deadline_s(length_bytes)
+        computing_s = cost.prefill_s(tokens)
+        if not math.isfinite(computing_s):
+            return Wait(unknown_s, is_probe)
+        slack_s = slack_of(computing_s)
+        expected_s = cost.read_s(self.policies.tier, length_bytes, is_doubtful=True)
+        wait_s = slack_s if is_probe else max(slack_s, min(_DOUBT * expected_s, computing_s))
+        return Wait(min(wait_s, unknown_s), is_probe)
+
+    def began(self, job: Job, length_bytes: int, *, is_probe: bool) -> None:
+        """A load was made."""
+        now_s = self._clock.monotonic_s()
+        ticket = self.policies.load_began(length_bytes, now_s, is_probe=is_probe)
+        self._open.append((ticket, job))
+
+    def collect(self) -> None:
+        """Learn from the loads that are decided."""
+        for entry in [entry for entry in self._open if entry[1].is_decided]:
+            self._open.remove(entry)
+            ticket, job = entry
+            outcomes = set(job.outcomes)
+            fault = next((fault for seen, fault in _FAULTS.items() if seen in outcomes), None)
+            ended_s = self._clock.monotonic_s() if job.finished_s is None else job.finished_s
+            self.policies.load_ended(
+                ticket,
+                ended_s,
+                done_bytes=job.bytes_done,
+                fault=fault,
+                is_unwanted=fault is None and outcomes != {Outcome.DONE},
+            )
+            if fault is not None:
+                reason = {
+                    Fault.CORRUPT: Reason.CORRUPT,
+                    Fault.ERROR: Reason.FAILED,
+                    Fault.LATE: Reason.DEADLINE,
+                }[fault]
+                self._counters.add(f"reuse_ended_{reason.value}_total")
+            if ticket.is_probe:
+                self._probing = None
+
+    def finished(self, request: str) -> None:
+        """A request has ended."""
+        self._new.pop(request, None)
+        self._scheduled_s.pop(request, None)
+        if request == self._probing:
+            self._probing = None

@@ -1,0 +1,139 @@
+"""vLLM's tier under the policies: what is loaded, for how long it is waited for, and what is learned.
+
+Of `kvdepot.engines.vllm.patience`, alone on a clock of its own and in vLLM's managers.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+
+import pytest
+
+import tests.needs_vllm  # noqa: F401  # isort: skip
+
+from kvdepot.engines.vllm.patience import Patience
+from kvdepot.keys import BlockKey
+from kvdepot.metrics import Counters
+from kvdepot.testing.faults import FaultPlan
+from kvdepot.testing.simclock import FakeClock
+from kvdepot.tiers import Job, Outcome
+from tests.vllm_rig import Ask, TierRig
+
+pytestmark = pytest.mark.vllm
+
+SIZE = 64 << 20
+
+
+class Desk:
+    """A patience on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.counters = Counters()
+        self.patience = Patience(
+            lambda length: 2.0 + length / 100e6, counters=self.counters, clock=self.clock
+        )
+
+    def compute(self, request: str, tokens: int, seconds: float) -> None:
+        self.patience.missed(request)
+        self.patience.scheduled([request])
+        self.clock.advance(seconds)
+        self.patience.computed(request, tokens)
+
+    def load(self, request: str, seconds: float, outcome: Outcome = Outcome.DONE) -> float | None:
+        """One load of a thousand tokens; how long it was to be waited for."""
+        wait = self.patience.wait_for(request, 10, 1000, SIZE)
+        if wait.deadline_s is None:
+            return None
+        job = Job([BlockKey(bytes(32))], clock=self.clock)
+        self.patience.began(job, SIZE, is_probe=wait.is_probe)
+        self.clock.advance(seconds)
+        job.resolve_run(0, [outcome], [SIZE])
+        self.patience.collect()
+        self.patience.finished(request)
+        return wait.deadline_s
+
+
+def test_before_anything_is_known_the_settings_say_how_long():
+    assert Desk().load("a", 0.1) == pytest.approx(2.0 + SIZE / 100e6)
+
+
+def test_prefill_is_learned_from_requests_that_found_nothing():
+    desk = Desk()
+    desk.compute("a", 1000, 10.0)
+    cost = desk.patience.policies.cost
+    assert cost.prefill_s(2000) == pytest.approx(20.0, rel=0.05)
+    # one that found something, and one that nobody saw scheduled, say nothing
+    desk.patience.scheduled(["b"])
+    desk.clock.advance(1000.0)
+    desk.patience.computed("b", 1000)
+    assert cost.prefill_s(2000) == pytest.approx(20.0, rel=0.05)
+
+
+def test_a_load_may_take_the_slack_or_twice_what_is_expected():
+    desk = Desk()
+    for number in range(6):
+        desk.compute(f"c{number}", 1000, 10.0)
+        desk.load(f"l{number}", 0.05)
+    assert desk.load("x", 0.05) == pytest.approx(0.8, rel=0.1)
+    for number in range(8):
+        desk.load(f"s{number}", 1.0)
+    longer = desk.load("y", 1.0)
+    assert longer is not None
+    assert 1.9 < longer < 2.7
+
+
+def test_storage_that_is_slower_than_computing_is_left_alone_and_found_well_again():
+    desk = Desk()
+    for number in range(4):
+        desk.compute(f"c{number}", 1000, 0.5)
+    answers = [desk.load(f"l{number}", 5.0) for number in range(6)]
+    assert None in answers
+    assert desk.counters.snapshot()["reuse_ended_refused_cost_total"] > 0
+    began = desk.clock.monotonic_s()
+    in_row = number = 0
+    while in_row < 3:
+        number += 1
+        in_row = in_row + 1 if desk.load(f"p{number}", 0.01) is not None else 0
+        desk.clock.advance(0.5)
+        assert desk.clock.monotonic_s() - began < 20
+
+
+def test_errors_keep_requests_from_asking_until_a_probe_has_come():
+    desk = Desk()
+    for number in range(4):
+        desk.compute(f"c{number}", 1000, 10.0)
+    for number in range(3):
+        desk.load(f"l{number}", 0.1, Outcome.FAILED)
+    assert not desk.patience.may_ask("other")
+    desk.clock.advance(1.0)
+    for number in range(2):
+        assert desk.patience.may_ask(f"probe{number}")
+        assert not desk.patience.may_ask("other")
+        assert desk.load(f"probe{number}", 0.1) is not None
+    assert desk.patience.may_ask("other")
+
+
+# --- in vLLM's own managers
+
+
+def test_a_request_behind_failing_storage_computes_at_once(tmp_path):
+    plan = FaultPlan()
+    with TierRig(tmp_path / "pool", plan=plan) as rig:
+        for seed in range(6):
+            rig.put(Ask(f"prompt {seed}", 4))
+        rig.forget_host()
+        plan.fail("read", errno.EIO)
+        for seed in range(6):
+            rig.take(Ask(f"prompt {seed}", 4))
+        counters = rig.tier.counters.snapshot()
+        assert counters["reuse_ended_failed_total"] >= 1
+        plan.clear()
+        give_up_at = time.monotonic() + 20
+        number = 0
+        while rig.take(Ask(f"prompt {number % 6}", 4)) < 4:
+            rig.forget_host()
+            assert time.monotonic() < give_up_at
+            number += 1
+            time.sleep(0.1)
