@@ -171,10 +171,9 @@ def _token_ids(prompt: str, model: str | None) -> list[int]:
                 "the prompt is no list of token ids",
                 hint="give --model with the model that the text is for",
             ) from error
-    from transformers import AutoTokenizer
+    from kvdepot.io.models import token_ids
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return token_ids(prompt, model)
 
 
 def _open(root: PoolUrl) -> LocalDisk:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import logging
 import os
 import shutil
@@ -34,6 +35,7 @@ __all__ = [
     "cache_folder",
     "model_files",
     "small_model",
+    "token_ids",
 ]
 
 log = logging.getLogger(__name__)
@@ -114,6 +116,19 @@ def _snapshot(model: str) -> Path:
             hint="check the id and the network, or give a folder that holds the model",
         ) from error
     return folder
+
+
+def token_ids(text: str, model: str) -> list[int]:
+    """A text as a model's tokenizer reads it; nothing is put before or behind it.
+
+    Args:
+        text: as it stands in a prompt.
+        model: a folder, or the id of a model on the hub.
+    """
+    # by name: who finds a model's files here must not thereby be said to need the demo extra
+    transformers = importlib.import_module("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def small_model(on_progress: Fetching | None = None) -> ModelFiles:
