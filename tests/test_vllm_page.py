@@ -35,9 +35,10 @@ def test_every_setting_of_the_tier_with_its_default():
 @pytest.mark.vllm
 def test_every_metric_that_is_not_the_pools():
     pytest.importorskip("tests.needs_vllm")  # vLLM warns while it is imported
-    from kvdepot.engines.vllm.stats import CALLS, ENGINE_GAUGES, PREFIX
+    from kvdepot.engines.vllm.stats import CALLS, ENGINE_COUNTERS, ENGINE_GAUGES, PREFIX
 
-    assert set(rows(PREFIX)) == {PREFIX + name for name in (*CALLS, *ENGINE_GAUGES)}
+    names = (*CALLS, *ENGINE_COUNTERS, *ENGINE_GAUGES)
+    assert set(rows(PREFIX)) == {PREFIX + name for name in names}
 
 
 def test_the_tested_version():

@@ -51,6 +51,8 @@ def test_a_second_one_waits_for_all_that_it_needs():
     host = Host(10)
     host.ask("a", 6)
     assert host.ask("b", 5) == (WAIT, None)
+    assert host.ask("b", 5) == (WAIT, None)
+    assert host.room.waits == 1
     host.room.give_back("a")
     assert host.ask("b", 5) == (NOW, None)
 
@@ -78,6 +80,7 @@ def test_a_request_larger_than_the_host_tier_brings_in_what_fits():
     host = Host(10)
     assert host.ask("a", 25, start=32) == (NOW, 32 + 10 * 16)
     assert "would have avoided 240 recomputed tokens" in host.room.advice()
+    assert (host.room.short_requests, host.room.short_tokens, host.room.waits) == (1, 240, 0)
 
 
 def test_patience_ends_and_the_request_goes_on_with_what_there_is():

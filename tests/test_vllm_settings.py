@@ -17,7 +17,14 @@ from kvdepot.engines.vllm import host_region, opening, versions
 from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.engines.vllm.calls import BOUNDS_S, CallTimes, fenced, timed
 from kvdepot.engines.vllm.settings import parse_settings
-from kvdepot.engines.vllm.stats import CALLS, ENGINE_GAUGES, PREFIX, TierStats, metric_definitions
+from kvdepot.engines.vllm.stats import (
+    CALLS,
+    ENGINE_COUNTERS,
+    ENGINE_GAUGES,
+    PREFIX,
+    TierStats,
+    metric_definitions,
+)
 from kvdepot.errors import ConfigError, IdentityUnknown, PoolUnavailable, PoolUrlError
 from kvdepot.keys import adopt_key, root_key
 from kvdepot.metrics import METRICS, Counters
@@ -142,7 +149,8 @@ def test_numbers_are_told_once_and_all_of_them_are_defined():
     assert PREFIX + "scheduler_calls_total" not in second.data["data"]
     defined = metric_definitions()
     assert set(first.data["data"]) <= set(defined)
-    assert set(defined) == {PREFIX + name for name in (*METRICS, *CALLS, *ENGINE_GAUGES)}
+    names = (*METRICS, *CALLS, *ENGINE_COUNTERS, *ENGINE_GAUGES)
+    assert set(defined) == {PREFIX + name for name in names}
 
 
 def test_a_region_without_a_descriptor_serves_threads_alone(tmp_path):

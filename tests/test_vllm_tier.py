@@ -259,6 +259,7 @@ def test_requests_with_other_extras_share_nothing(tmp_path):
         rig.put(unknown)
         rig.forget_host()
         assert rig.take(Ask("a", 4)) == 0, "what is not known is not kept"
+        assert rig.tier.counters.snapshot()["store_blocks_total"] == 4
         again = Ask("a", 4)
         rig.tier.request_extras[again.context.req_id] = b"lora" + b"1" * 32
         assert rig.take(again) == 4

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob  # noqa: E402
 
 from kvdepot.engines.vllm import CPU_SPEC, extras  # noqa: E402
 from kvdepot.engines.vllm.connector import KvdepotConnector  # noqa: E402
+from kvdepot.engines.vllm.patience import Patience, Wait  # noqa: E402
 from kvdepot.engines.vllm.tier import KvdepotTier  # noqa: E402
 from kvdepot.io.localdisk import LocalDisk  # noqa: E402
 from kvdepot.pool.tier import PoolTier  # noqa: E402
@@ -37,11 +38,24 @@ DELAYS: list[float] = []
 PLAN = FaultPlan()
 
 
+class AlwaysLoads(Patience):
+    """A tiny model computes faster than anything loads; here it is the loading that is looked at."""
+
+    def may_ask(self, request):
+        del request
+        return True
+
+    def wait_for(self, request, chunks, tokens, length_bytes):
+        super().wait_for(request, chunks, tokens, length_bytes)
+        return Wait(self._deadline_s(length_bytes), is_probe=False)
+
+
 class NotingTier(KvdepotTier):
     """Notes the rows' content at the hand-over, both ways."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self.patience = AlwaysLoads(self.deadline_s, counters=self.counters, clock=self._clock)
         self.noted: dict[int, TransferJob] = {}
 
     def submit_store(self, job_metadata):

@@ -104,6 +104,8 @@ class KvdepotConnector(OffloadingConnector):
             log.exception("looking at a new request failed; it is not cached")
         for tier in self.tiers:
             tier.request_extras[request.request_id] = extras
+            if extras is None and request.request_id not in self._checks:
+                tier.stats.counts["uncacheable_requests_total"] += 1
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -119,8 +121,7 @@ class KvdepotConnector(OffloadingConnector):
         except Exception:
             log.exception("finding room for a request failed; it goes on without")
             turn, end_token = Turn.NOW, None
-        for tier in self.tiers[:1]:
-            tier.times.note("turn", self._clock.monotonic_s() - began_s)
+        self._note_turn(self._clock.monotonic_s() - began_s)
         if turn is Turn.WAIT:
             return None, False
         if end_token is not None:
@@ -191,9 +192,11 @@ class KvdepotConnector(OffloadingConnector):
         if check.is_pending(self._clock.monotonic_s()):
             return True
         del self._checks[request.request_id]
-        if check.is_over and check.digest is not None:
-            for tier in self.tiers:
+        for tier in self.tiers:
+            if check.is_over and check.digest is not None:
                 tier.request_extras[request.request_id] = b"lora" + check.digest
+            else:
+                tier.stats.counts["uncacheable_requests_total"] += 1
         return False
 
     def _turn(self, request: Request, start_token: int) -> tuple[Turn, int | None]:
@@ -208,6 +211,16 @@ class KvdepotConnector(OffloadingConnector):
         )
         ends = [end for end in (late, end_token) if end is not None]
         return turn, min(ends, default=None)
+
+    def _note_turn(self, took_s: float) -> None:
+        for tier in self.tiers[:1]:
+            tier.times.note("turn", took_s)
+            if self._room is not None:
+                tier.stats.counts |= {
+                    "host_waits_total": self._room.waits,
+                    "host_short_requests_total": self._room.short_requests,
+                    "host_short_tokens_total": self._room.short_tokens,
+                }
 
     def _first_late(self, status: Any, start_token: int) -> int | None:
         """Where the first chunk begins that a late load still holds; the rest is computed."""

@@ -97,11 +97,17 @@ class TierJobs:
             found[group] = found.get(group, 0) + self._block_tokens[group]
         return max(found.values(), default=0)
 
-    def refuse(self, transfer: TransferJob, blocks: RequestBlocks | None = None) -> None:
-        """A job that was not begun: it has failed, and its request looks for nothing of it again."""
+    def refuse(
+        self,
+        transfer: TransferJob,
+        blocks: RequestBlocks | None = None,
+        *,
+        is_failure: bool = True,
+    ) -> None:
+        """A job that was not begun; its request, if given, looks for nothing of it again."""
         if blocks is not None:
             blocks.lost.update(transfer.keys)
-        self._refused.append(Ended(JobResult(transfer.job_id, success=False), ()))
+        self._refused.append(Ended(JobResult(transfer.job_id, success=not is_failure), ()))
 
     def ended(self) -> list[Ended]:
         """What has ended since the last call."""

@@ -63,6 +63,9 @@ class HostRoom:
         self._grants: dict[str, _Grant] = {}
         #: since when, in the order of their coming
         self._waiting: dict[str, float] = {}
+        self.waits = 0
+        self.short_requests = 0
+        self.short_tokens = 0
 
     def ask(
         self, request_id: str, start_token: int, missing: Callable[[], Sequence[int]]
@@ -89,6 +92,7 @@ class HostRoom:
             return Turn.NOW, None
         grant = self._take(ends, start_token, can_wait=can_wait, is_first=is_first)
         if grant is None:
+            self.waits += request_id not in self._waiting
             self._waiting.setdefault(request_id, now_s)
             return Turn.WAIT, None
         self._waiting.pop(request_id, None)
@@ -127,6 +131,8 @@ class HostRoom:
         while 0 < fits < len(ends) and ends[fits - 1] == ends[fits]:
             fits -= 1
         end_token = ends[fits - 1] if fits else start_token
+        self.short_requests += 1
+        self.short_tokens += ends[-1] - end_token
         self._admission.fell_short(len(ends) * self._row_bytes, ends[-1] - end_token)
         return _Grant(self._claim(fits), None if fits == len(ends) else end_token)
 

@@ -16,7 +16,7 @@ from kvdepot.engines.vllm.calls import CallTimes
 from kvdepot.metrics import METRICS, Counters
 from kvdepot.tiers import Tier
 
-__all__ = ["CALLS", "ENGINE_GAUGES", "PREFIX", "TierStats", "metric_definitions"]
+__all__ = ["CALLS", "ENGINE_COUNTERS", "ENGINE_GAUGES", "PREFIX", "TierStats", "metric_definitions"]
 
 #: before the names of `kvdepot.metrics`
 PREFIX = "kvdepot_"
@@ -26,6 +26,13 @@ CALLS = {
     "scheduler_call_seconds_total": "seconds that these calls took",
     "scheduler_slow_calls_total": "of these calls, those that took more than a millisecond",
     "scheduler_call_errors_total": "of these calls, those that failed and were answered by a miss",
+}
+#: name -> help text
+ENGINE_COUNTERS = {
+    "uncacheable_requests_total": "requests not cached: an adapter or an image is not known by content",
+    "host_waits_total": "requests that waited for room in the host tier",
+    "host_short_requests_total": "requests that found too little room in the host tier",
+    "host_short_tokens_total": "tokens computed for want of room in the host tier",
 }
 #: name -> help text
 ENGINE_GAUGES = {
@@ -45,7 +52,7 @@ _INTERVAL_S = 0.25
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """All metrics of a tier, for vLLM to register."""
     found: dict[str, OffloadingMetricMetadata] = {}
-    for name, text in METRICS.items():
+    for name, text in ({**METRICS, **ENGINE_COUNTERS}).items():
         found[PREFIX + name] = OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
     for name, text in CALLS.items():
         found[PREFIX + name] = OffloadingCounterMetadata(
@@ -64,6 +71,8 @@ class TierStats:
         self._times = times
         self._clock = clock
         self._tier = tier
+        #: by the names of `ENGINE_COUNTERS`
+        self.counts = dict.fromkeys(ENGINE_COUNTERS, 0)
         self._told: dict[tuple[str, str], float] = {}
         self._next_s = 0.0
 
@@ -74,7 +83,7 @@ class TierStats:
             return None
         self._next_s = now_s + _INTERVAL_S
         stats = OffloadingConnectorStats()
-        for name, count in self._counters.snapshot().items():
+        for name, count in (self._counters.snapshot() | self.counts).items():
             self._tell(stats, name, count)
         for method in self._times.counts:
             self._tell(stats, "scheduler_calls_total", self._times.calls(method), method)

@@ -94,7 +94,7 @@ class KvdepotTier(SecondaryTierManager):
         )
         self.locality = Locality(self.settings.locality) if self.settings.locality else None
         self.engine = current_engine()
-        self._stats = TierStats(self.counters, self.times, self._clock, tier_type)
+        self.stats = TierStats(self.counters, self.times, self._clock, tier_type)
         self._generation = 0
         self._events: list[OffloadingEvent] | None = self._event_list()
         #: what a request's connector knows of it, by its id: extras of its keys, or None
@@ -271,7 +271,10 @@ class KvdepotTier(SecondaryTierManager):
         blocks = self._blocks(job_metadata.req_context)
         pool = self.pool
         try:
-            if pool is not None and blocks.is_cacheable:
+            if not blocks.is_cacheable:
+                self.jobs.refuse(job_metadata, is_failure=False)
+                return
+            if pool is not None:
                 request, keys = job_metadata.req_context.req_id, list(job_metadata.keys)
                 self.patience.computed(request, self.jobs.tokens(keys))
                 self.jobs.store(pool, job_metadata, blocks)
@@ -284,7 +287,7 @@ class KvdepotTier(SecondaryTierManager):
     @timed
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs whose rows are free again."""
-        self.patience.collect()
+        self._learn()
         ended = self.jobs.ended()
         if self._events is not None:
             self._events += [self._stored_event(job.stored) for job in ended if job.stored]
@@ -300,12 +303,14 @@ class KvdepotTier(SecondaryTierManager):
             pool.touch([blocks.key(key) for key in keys])
 
     @timed
+    @fenced(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """What was noted of a request goes with it."""
         self.request_extras.pop(req_context.req_id, None)
         self.patience.finished(req_context.req_id)
 
     @timed
+    @fenced(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Answers are kept for one step."""
         self._generation += 1
@@ -345,7 +350,7 @@ class KvdepotTier(SecondaryTierManager):
     @fenced(lambda: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What has changed in them."""
-        return self._stats.take(self.pool, len(self.jobs), len(self.jobs.late_keys))
+        return self.stats.take(self.pool, len(self.jobs), len(self.jobs.late_keys))
 
     # below
 
@@ -379,6 +384,10 @@ class KvdepotTier(SecondaryTierManager):
         """How long so many bytes may take to load before the request computes instead."""
         moved_s = length_bytes / self.settings.load_bytes_per_s_min
         return self.settings.load_deadline_s + moved_s
+
+    @fenced(lambda: None)
+    def _learn(self) -> None:
+        self.patience.collect()
 
     def _load(self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks) -> bool:
         """Begin a load if it is worth it; False when the request is to compute."""
