@@ -34,7 +34,7 @@ from kvdepot.identity import UNDETERMINED, CacheGroup, Identity
 from kvdepot.io.modelfolder import file_states, local_model_folder, plain_model_name
 from kvdepot.io.weights import weights_fingerprint
 
-__all__ = ["ADAPTER_VERSION", "files_of", "group_kind", "identity_of", "weights_of"]
+__all__ = ["ADAPTER_VERSION", "files_of", "group_kind", "group_kinds", "identity_of", "weights_of"]
 
 log = logging.getLogger(__name__)
 
@@ -266,6 +266,13 @@ def _group(engine: Engine, group: OffloadingGroupConfig, row_bytes: int) -> Cach
         value_dim=getattr(first, "head_size_v", key_dim),
         block_bytes=row_bytes,
     )
+
+
+def group_kinds(engine: Engine, offloading: OffloadingConfig) -> dict[int, str]:
+    """The kind of each group that vLLM offloads, by its number."""
+    groups = engine.kv_cache_config.kv_cache_groups
+    numbers = [group.group_id for group in offloading.groups]
+    return {number: group_kind(groups[number].kv_cache_spec) for number in numbers}
 
 
 def group_kind(spec: KVCacheSpec) -> str:

@@ -37,7 +37,7 @@ from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.engines.vllm.calls import CallTimes, fenced, timed
 from kvdepot.engines.vllm.facts import WorkerFacts, current_engine
 from kvdepot.engines.vllm.host_region import HostRegion
-from kvdepot.engines.vllm.identify import files_of, group_kind, identity_of
+from kvdepot.engines.vllm.identify import files_of, group_kinds, identity_of
 from kvdepot.engines.vllm.jobs import TierJobs
 from kvdepot.engines.vllm.opening import PoolOpening
 from kvdepot.engines.vllm.patience import Patience
@@ -108,8 +108,9 @@ class KvdepotTier(SecondaryTierManager):
             group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
             for group in config.groups
         }
+        self._kinds = group_kinds(self.engine, config) if self.engine is not None else {}
         #: groups whose chunks are asked for from the first on; of a window, the last ones are
-        self._chained = self._chained_groups()
+        self._chained = frozenset(n for n, kind in self._kinds.items() if kind == "full")
         self.jobs = TierJobs(self.region, tokens, self._chained, self._clock)
         self.patience = Patience(self.deadline_s, counters=self.counters, clock=self._clock)
         self._opening: PoolOpening | None = None
@@ -143,22 +144,11 @@ class KvdepotTier(SecondaryTierManager):
         """The open pool."""
         return self._opening.pool if self._opening is not None else None
 
-    def _kinds(self) -> dict[int, str]:
-        assert self.engine is not None
-        groups = self.engine.kv_cache_config.kv_cache_groups
-        numbers = [group.group_id for group in self._offloading_spec.config.groups]
-        return {number: group_kind(groups[number].kv_cache_spec) for number in numbers}
-
-    def _chained_groups(self) -> frozenset[int]:
-        kinds = self._kinds() if self.engine is not None else {}
-        return frozenset(number for number, kind in kinds.items() if kind == "full")
-
     def _find_identity(self, facts: Sequence[WorkerFacts]) -> Identity:
         engine = self.engine
         assert engine is not None
         config = self._offloading_spec.config
-        kinds = self._kinds()
-        other = {number: kind for number, kind in kinds.items() if kind not in _KINDS}
+        other = {number: kind for number, kind in self._kinds.items() if kind not in _KINDS}
         if other:
             named = ", ".join(f"group {number} is {kind}" for number, kind in other.items())
             raise UnsupportedModel(
