@@ -90,6 +90,8 @@ def check_loads(
                 "G5", where, each.arm,
                 f"throughput x latency is {each.little:.2f} for {each.connections} connections",
             )  # fmt: skip
+        for text in dict.fromkeys(text for window in mine for text in window.notes):
+            yield note("G3", where, each.arm, text)
         yield from _harm(each, loads)
 
 

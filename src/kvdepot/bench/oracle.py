@@ -47,8 +47,7 @@ class Shadow:
                 break
             known += 1
         # the last token is always computed, for its logits
-        known = min(known, (len(units) - 1) // self._width)
-        tokens = known * self._width
+        tokens = min(known * self._width, len(units) - 1)
         common = 0
         for ours, theirs in zip(units, self._common, strict=False):
             if ours != theirs:

@@ -12,6 +12,10 @@ from kvdepot.report.page import Html, tag, text
 __all__ = ["Cell", "data_table", "interval_text", "tail_text"]
 
 
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_SHORT = 10
+
+
 class Cell(NamedTuple):
     """A cell of a table that is markup; everything else is text, and is escaped."""
 
@@ -36,7 +40,11 @@ def data_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
     """A table that scrolls on a narrow screen; cells are values or `Cell`s."""
 
     def cell(name: str, value: object) -> Html:
-        return tag(name, value.markup if isinstance(value, Cell) else text(value))
+        if isinstance(value, Cell):
+            return tag(name, value.markup)
+        words = str(value)
+        # a number stays with its unit, and a short name in one piece
+        return tag(name, text(words.replace(" ", _NO_BREAK) if len(words) <= _SHORT else words))
 
     head = tag("tr", *(tag("th", text(each)) for each in heads))
     body = [tag("tr", *(cell("td", value) for value in row)) for row in rows]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvdepot.bench.plan import Arm, Plan
     from kvdepot.bench.summary import Summary
 
-__all__ = ["Target", "app", "report", "run"]
+__all__ = ["Target", "app", "compare", "import_", "report", "run"]
 
 app = App(
     name="bench",
@@ -135,6 +135,64 @@ def report(result: Path, /, *, lang: _Lang = "en") -> int:
     _write_page(summary, result, lang)
     print_summary(summary)
     return 1 if summary.verdict == "INVALID" else 0
+
+
+@app.command
+def compare(first: Path, /, *others: Path, invalid: bool = False) -> int:
+    """Compare results with the first one: ratios of TTFT with intervals over runs.
+
+    What is not comparable is refused, with the reason. JSON goes to stdout when it is not a terminal.
+
+    Args:
+        first: A result folder, or its summary.json.
+        others: Results to be laid beside it.
+        invalid: Also compare results that a guard has declared INVALID.
+    """
+    import msgspec
+
+    from kvdepot.bench.compare import compare as compared
+    from kvdepot.bench.summary import decode_summary
+    from kvdepot.cli.benchshow import print_comparison
+    from kvdepot.io.results import read_whole
+
+    results = []
+    for path in (first, *others):
+        file = path / "summary.json" if path.is_dir() else path
+        results.append((str(path), decode_summary(read_whole(file), str(file))))
+    comparison = compared(results, allows_invalid=invalid)
+    if sys.stdout.isatty():
+        print_comparison(comparison)
+    else:
+        print(msgspec.json.format(msgspec.json.encode(comparison), indent=1).decode())
+    return 0
+
+
+@app.command(name="import")
+def import_(
+    source: Path,
+    /,
+    *,
+    out: Path,
+    tool: Literal["", "vllm bench serve", "AIPerf", "GuideLLM", "lmcache bench engine"] = "",
+    lang: _Lang = "en",
+) -> int:
+    """Read another tool's result into the same report.
+
+    Args:
+        source: JSON of vllm bench serve (--save-detailed), AIPerf's profile_export.jsonl, GuideLLM's
+            benchmarks.json, or the CSV of lmcache bench engine.
+        out: Folder for rows, summary and report.
+        tool: Which; by default it is found out.
+        lang: Language of the report.
+    """
+    from kvdepot import __version__
+    from kvdepot.bench.importing import import_result
+    from kvdepot.cli.benchshow import print_summary
+
+    summary = import_result(source, out, version=__version__, tool=tool)
+    _write_page(summary, out, lang)
+    print_summary(summary)
+    return 0
 
 
 def _write_page(summary: Summary, out: Path, lang: _Lang) -> None:

@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvdepot.bench.compare import Comparison
 from kvdepot.bench.quantiles import Quantile
 from kvdepot.bench.summary import Summary
 from kvdepot.bench.words import seconds_text
 
-__all__ = ["BenchShow", "print_summary"]
+__all__ = ["BenchShow", "print_comparison", "print_summary"]
 
 
 class BenchShow:
@@ -87,10 +88,31 @@ def print_summary(summary: Summary) -> None:
     _print_loads(console, summary)
 
 
+def print_comparison(comparison: Comparison) -> None:
+    """Ratios of the other results over the first."""
+    console = Console()
+    for note in comparison.notes:
+        console.print(f"note: {note}", highlight=False)
+    table = Table("TTFT of", "result", "ratio", "95 %", "p (Holm)", "says")
+    for each in comparison.figures:
+        low, high = each.estimate.low, each.estimate.high
+        table.add_row(
+            each.figure,
+            each.other,
+            f"{each.estimate.value:.3f}",
+            "-" if low is None or high is None else f"{low:.3f} to {high:.3f}",
+            "-" if each.p_adjusted is None else f"{each.p_adjusted:.2g}",
+            each.says,
+        )
+    console.print(table)
+
+
 def _print_loads(console: Console, summary: Summary) -> None:
     if not summary.loads:
         return
-    table = Table("load", "arm", "req/s", "F p50", "F p95", "U p50", "U p95", "token share")
+    table = Table(
+        "load", "arm", "req/s", "F p50", "F p95", "U p50", "U p95", "M p50", "token share"
+    )
     for each in summary.loads:
         by_class = {figures.ask_class: figures.ttft for figures in each.classes}
         cells = []
@@ -101,6 +123,8 @@ def _print_loads(console: Console, summary: Summary) -> None:
                 if times is None
                 else [seconds_text(times.p50.value), _tail_text(times.p95)]
             )
+        rest = by_class.get("M")
+        cells.append("-" if rest is None else seconds_text(rest.p50.value))
         name = each.load if each.noise == "peak" else f"{each.load}, {each.noise}"
         table.add_row(name, each.arm, f"{each.throughput:.2f}", *cells, f"{each.tokens.share:.1%}")
     console.print(table)
