@@ -60,13 +60,14 @@ def test_an_honest_engine_gets_its_numbers_and_no_complaint(tmp_path, pool):
     rounds = {each.round: each for each in summary.rounds}
     assert set(rounds) == {"R1a", "R1b", "R2", "R2n", "R3"}
     assert rounds["R1a"].tokens.share == 0.0
+    # the fake reuses whole blocks, an endless cache all tokens but the last
     assert rounds["R2"].tokens.capture == pytest.approx(1.0)
     assert rounds["R2"].tokens.by_source["disk"] == rounds["R2"].tokens.reused
     assert rounds["R2"].loaded_bytes == rounds["R2"].tokens.reused * 1024
     assert rounds["R2"].device_read_bytes == rounds["R2"].loaded_bytes
     # R2 has brought the blocks into memory
     assert set(rounds["R3"].tokens.by_source) == {"computed", "host"}
-    assert rounds["R3"].tokens.capture == pytest.approx(1.0)
+    assert rounds["R3"].tokens.capture == pytest.approx(1.0, abs=0.03)
     assert rounds["R2n"].tokens.share == 0.0
     ratios = {each.name: each.estimate for each in summary.ratios}
     assert ratios["speed-up, R2"].value > 2
@@ -240,6 +241,30 @@ def summarise_of(folder):
         return summarise(read_session(results))
 
 
+def test_a_plan_that_would_fill_the_disk_is_refused(tmp_path, pool, monkeypatch):
+    monkeypatch.setattr("kvdepot.bench.conduct.free_bytes_of", lambda path: 1 << 20)
+    with pytest.raises(ConfigError, match="stores up to"):
+        run(tmp_path, pool)
+
+
+def test_bytes_of_a_token_that_are_not_the_config_s(tmp_path, pool):
+    with FakeServer() as server:
+        count = server.count
+
+        def more(name, value):
+            count(name, value * 1.05 if "store_bytes" in name else value)
+
+        server.count = more  # type: ignore[method-assign]
+        summary = measured(
+            tmp_path / "out",
+            server,
+            FakeLauncher(server, behaviours()),
+            FakeProbe(server),
+            pool=pool,
+        )
+    assert any("were written for a token" in each for each in said(summary, "G2", "invalid"))
+
+
 def test_blocks_take_turns():
     arms = [
         Arm(name="a", role="recompute"),
@@ -276,7 +301,7 @@ def test_a_second_reader_is_compared_by_equivalence(tmp_path, pool):
             plan=plan, arms=arms,
         )  # fmt: skip
     shared = next(each for each in summary.rounds if each.round == "R2x")
-    assert shared.tokens.capture == pytest.approx(1.0)
+    assert shared.tokens.capture == pytest.approx(1.0, abs=0.03)
     assert [each.name for each in summary.equals] == ["R2x = R2"]
 
 

@@ -18,11 +18,14 @@ from kvdepot.bench.oracle import Shadow
 from kvdepot.bench.plan import Arm, Plan, Round
 from kvdepot.bench.prompts import Material, document_of, units_of
 from kvdepot.bench.rows import Kind, Row
+from kvdepot.bench.scrape import counts_of
 from kvdepot.bench.session import Session
 from kvdepot.bench.windows import Probe, Window, compile_lines
 from kvdepot.clock import Clock
-from kvdepot.io.filesystem import drop_cached_pages
+from kvdepot.errors import ConfigError
+from kvdepot.io.filesystem import drop_cached_pages, free_bytes_of
 from kvdepot.io.readrate import read_rate
+from kvdepot.units import format_bytes
 
 __all__ = ["CALIBRATION", "Block", "Conductor", "Tell", "schedule"]
 
@@ -214,6 +217,7 @@ class Conductor:
             await self._ask(client, asker, place, seq, kind="warmup")
             self._warm[place.length] = seq + 1
         is_settled = await _settle(client, arm)
+        await self._check_space(client, place)
         if each.drops_pages and arm.pool:
             await asyncio.to_thread(drop_cached_pages, arm.pool, "*")
         residency = await asyncio.to_thread(self._probe.residency, arm.pool)
@@ -247,6 +251,24 @@ class Conductor:
                 notes=tuple(notes),
             )
         )
+
+    async def _check_space(self, client: Client, place: _Place) -> None:
+        """Refuse to fill a disk: known once the engine says how large a token's KV is."""
+        arm, plan = place.arm, self._plan
+        width = counts_of(await client.metrics()).token_bytes
+        if width is None or not arm.pool or place.round.salts != "fresh":
+            return
+        stored = sum(
+            each.requests or plan.requests for each in plan.rounds if each.role == arm.role
+        )
+        needed = (plan.runs - place.run) * stored * sum(plan.document_tokens) * width
+        free = await asyncio.to_thread(free_bytes_of, arm.pool)
+        if needed > free:
+            raise ConfigError(
+                f"the plan stores up to {format_bytes(needed)} in {arm.pool}, and "
+                f"{format_bytes(free)} are free there",
+                hint="fewer runs or requests, shorter documents, or another folder: --pool",
+            )
 
     async def _ask(
         self, client: Client, asker: Asker, place: _Place, seq: int, *, kind: Kind

@@ -9,17 +9,22 @@ import msgspec
 from kvdepot.bench.breakeven import BreakEven, Curve, fit_curve, predict
 from kvdepot.bench.figures import per_run_median, tokens_of
 from kvdepot.bench.guard_rounds import Result
+from kvdepot.bench.guards import Finding, invalid
 from kvdepot.bench.runstats import Equivalence, Estimate, equivalence, holm, median, ratio
 
 __all__ = [
     "Equal",
     "Ratio",
     "break_even_of",
+    "check_token_bytes",
     "curve_of",
     "equals_of",
     "ratios_of",
     "recompute_beside",
 ]
+
+
+_TOKEN_BYTES_MAX = 0.01
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +109,17 @@ def break_even_of(
             None,
         )
         yield _break_even(base, read, stored, curve, ceilings.get(read.arm))
+
+
+def check_token_bytes(found: Sequence[BreakEven]) -> Iterator[Finding]:
+    """G2: the KV bytes of a token are those of the config, or all other bytes are in doubt."""
+    for each in found:
+        config, written = each.token_bytes, each.stored_token_bytes
+        if config and written and abs(written / config - 1) > _TOKEN_BYTES_MAX:
+            yield invalid(
+                "G2", "R1b", each.arm,
+                f"{written:,.0f} bytes were written for a token, and its KV is {config:,} bytes",
+            )  # fmt: skip
 
 
 def _break_even(

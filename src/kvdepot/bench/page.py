@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvdepot.bench.guards import GUARDS, Finding
+from kvdepot.bench.guards import GUARDS
 from kvdepot.bench.pageloads import contention_part, loads_part
 from kvdepot.bench.pageparts import Cell, data_table, interval_text, tail_text
 from kvdepot.bench.summary import RoundFigures, Summary
@@ -25,6 +25,8 @@ __all__ = ["result_page"]
 
 _SOURCES = ("computed", "device", "host", "disk", "external", "cached")
 _KINDS = ("e", "a", "c", "b", "d", "f")
+#: guards that say something about rounds only
+_OF_ROUNDS = ("G2", "G3", "G4", "G7", "G9")
 _BADGES = {"VALID": "good", "VALID WITH NOTES": "fair", "INVALID": "poor"}
 
 
@@ -61,14 +63,15 @@ def _verdict(summary: Summary, words: Words) -> Iterator[Html]:
     if summary.state.plan.is_indicative:
         yield paragraph(words("indicative"))
     yield tag("h2", text(words("guards")))
-    rows = [_guard_row(name, summary.findings, words) for name in GUARDS]
+    rows = [_guard_row(name, summary, words) for name in GUARDS]
     yield data_table((words("guard"), words("holds"), words("result")), rows)
 
 
-def _guard_row(name: str, findings: Sequence[Finding], words: Words) -> tuple[object, ...]:
-    mine = [each for each in findings if each.guard == name]
+def _guard_row(name: str, summary: Summary, words: Words) -> tuple[object, ...]:
+    mine = [each for each in summary.findings if each.guard == name]
     if not mine:
-        return name, words(name), words("passed")
+        is_asked = summary.rounds if name in _OF_ROUNDS else summary.rounds or summary.loads
+        return name, words(name), words("passed" if is_asked else "not_asked")
     said = []
     for each in mine:
         where = " ".join(part for part in (each.where, each.arm) if part)

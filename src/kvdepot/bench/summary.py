@@ -20,6 +20,7 @@ from kvdepot.bench.headlines import (
     Equal,
     Ratio,
     break_even_of,
+    check_token_bytes,
     curve_of,
     equals_of,
     ratios_of,
@@ -88,7 +89,8 @@ def summarise(session: Session, *, tool: str = "kvdepot bench") -> Summary:
     rows = _counted(session)
     results = list(_results(plan, rows, session))
     curve = curve_of(results)
-    findings = unique(_findings(plan, results, curve))
+    break_even = list(break_even_of(results, curve, session.ceilings()))
+    findings = unique([*_findings(plan, results, curve), *check_token_bytes(break_even)])
     figures = [_figures(result, findings, state) for result in results if result.name != "R0"]
     loads = load_figures(rows, session.windows, plan)
     findings = unique([*findings, *check_loads(loads, rows, session.windows, plan)])
@@ -105,7 +107,7 @@ def summarise(session: Session, *, tool: str = "kvdepot bench") -> Summary:
         ratios=ratios_of(results),
         equals=list(equals_of(results)),
         curve=curve,
-        break_even=list(break_even_of(results, curve, session.ceilings())),
+        break_even=break_even,
         loads=with_verdicts(loads, findings, session.noises()),
         files=["plan.json", "rows.jsonl", "windows.jsonl", "summary.json"],
     )

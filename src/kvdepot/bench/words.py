@@ -71,6 +71,7 @@ _TEXT: dict[str, tuple[str, str]] = {
         "percentiles have the samples that they need",
         "每个百分位都有足够的样本",
     ),
+    "not_asked": ("not asked: no such round was run", "未检查：未运行相关轮次"),
     "passed": ("held", "通过"),
     "note": ("note", "备注"),
     "invalid": ("INVALID", "无效"),

@@ -135,12 +135,13 @@ class FakeServer:
         digest = hashlib.sha256(salt.encode())
         reused = dict.fromkeys(TIERS, 0)
         is_prefix = True
-        # the last token is always computed
-        for index in range((tokens - 1) // does.block_tokens):
+        # every full block is kept; of a prompt that is covered whole, the last one is computed again
+        readable = (tokens - 1) // does.block_tokens
+        for index in range(tokens // does.block_tokens):
             digest.update(text[index * width : (index + 1) * width].encode())
             key = digest.digest()
             tier = next((t for t in TIERS if t in does.reads and key in self._kept[t]), None)
-            is_prefix = is_prefix and tier is not None
+            is_prefix = is_prefix and tier is not None and index < readable
             if is_prefix and tier is not None:
                 reused[tier] += does.block_tokens
             for kept in does.keeps:
