@@ -22,6 +22,8 @@ pytest.importorskip("aiohttp")
 import aiohttp  # noqa: E402
 from aiohttp import web  # noqa: E402
 
+from kvdepot.cli.main import run  # noqa: E402
+from kvdepot.cli.serve import serve  # noqa: E402
 from kvdepot.clock import SystemClock  # noqa: E402
 from kvdepot.engines.transformers.events import FirstToken, Result, TextPiece  # noqa: E402
 from kvdepot.errors import ConfigError  # noqa: E402
@@ -368,6 +370,37 @@ def ask(url, salt):
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
+
+
+def test_the_command_serves_the_embedded_engine(tmp_path, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        "kvdepot.serving.running.serve_embedded",
+        lambda settings, on_ready: started.append(settings),
+    )
+    pool = str(tmp_path / "pool")
+    arguments = [
+        "serve",
+        "--engine",
+        "embedded",
+        "--pool",
+        pool,
+        "--port",
+        "1",
+        "--capacity",
+        "1GiB",
+    ]
+    assert run(arguments) == 0
+    assert started == [ServerSettings(pool=(pool,), port=1, capacity_bytes=1 << 30)]
+    for wrong, words in [
+        (["serve", "m", "--engine", "embedded", "--", "-tp", "2"], "for vLLM"),
+        (["serve", "m"], "no pool"),
+        (["serve", "--pool", pool], "no model"),
+        (["serve", "m", "--pool", pool, "--port", "1"], "behind a --"),
+    ]:
+        assert run(wrong) == 2
+        assert words in capsys.readouterr().err
+    assert serve.__doc__
 
 
 def test_a_second_process_reuses_what_the_first_one_stored(tmp_path):

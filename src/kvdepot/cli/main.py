@@ -60,9 +60,9 @@ app.command(
 )
 
 app.command(
-    "kvdepot.cli.vllm:serve",
+    "kvdepot.cli.serve:serve",
     name="serve",
-    help="Start vLLM's server over a pool: kvdepot serve MODEL --pool URL [-- arguments for vLLM].",
+    help="Serve a model over a pool, with vLLM or the embedded engine: kvdepot serve MODEL --pool URL.",
 )
 app.command(
     "kvdepot.cli.vllm:vllm_config",
