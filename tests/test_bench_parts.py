@@ -311,8 +311,17 @@ def test_the_usual_arms():
     assert "pool" not in recompute.command[-1]
     assert tier.command[-1].replace("{port}", "80").endswith('"port":80}')
     msgspec.json.decode(tier.command[-1].replace("{port}", "80"))
-    names = [arm.name for arm in vllm_arms(model="m", pool="/p", fs_pool="/f", host_bytes=1)]
-    assert names == ["recompute", "kvdepot", "vllm-fs"]
+    spec = {"spec_name": "S"}
+    arms = vllm_arms(
+        model="m", serve=["vllm", "m"], pool="/p", fs_pool="/f", host_bytes=7, fs_spec=spec,
+        arguments=["--dtype", "float32"], environment={"A": "1"},
+    )  # fmt: skip
+    assert [arm.name for arm in arms] == ["recompute", "kvdepot", "vllm-fs"]
+    # all with the same arguments, and the account of cached tokens on
+    for arm in arms:
+        assert {"--dtype", "float32", "--enable-prompt-tokens-details"} <= set(arm.command)
+        assert arm.environment == {"A": "1"}
+    assert '"root_dir":"/f"' in arms[2].command[-1]
     (only,) = url_arms(
         url="http://h:1/v1/", recompute_url="", model="", pool="", is_by_hand=False, salt="nonce"
     )

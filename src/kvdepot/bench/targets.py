@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -53,37 +54,41 @@ def embedded_arms(*, model: str, pool: str, host_bytes: int) -> list[Arm]:
 
 
 def vllm_arms(
-    *, model: str, pool: str, fs_pool: str, host_bytes: int, arguments: Sequence[str] = ()
+    *,
+    model: str,
+    serve: Sequence[str],
+    pool: str,
+    fs_pool: str,
+    host_bytes: int,
+    fs_spec: Mapping[str, object],
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Arm]:
     """vLLM: without a tier and without its prefix cache; over a kvdepot pool; over its own ``fs`` tier.
 
     Args:
         model: a folder or hub id.
+        serve: the command that starts vLLM's server with the model, before its other arguments.
         pool: folder of kvdepot's pool.
         fs_pool: folder of vLLM's ``fs`` tier; empty: no such arm.
         host_bytes: memory between device and pool, for both.
+        fs_spec: which offloading spec the ``fs`` tier hangs under: fields of vLLM's config.
         arguments: for vLLM, in all arms.
+        environment: variables, in all arms.
     """
-    serve = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model)
     common = ("--port", "{port}", *_VLLM_ACCOUNT, *arguments)
+    shared = {"model": model, "environment": dict(environment)}
     arms = [
-        Arm(
-            name="recompute",
-            role="recompute",
-            command=(*serve, *common, "--no-enable-prefix-caching"),
-            model=model,
-        ),
-        Arm(
-            name="kvdepot",
-            role="tier",
-            command=(
-                sys.executable,
-                *("-m", "kvdepot", "serve", model),
+        _arm("recompute", "recompute", (*serve, *common, "--no-enable-prefix-caching"), shared),
+        _arm(
+            "kvdepot",
+            "tier",
+            (
+                *(sys.executable, "-P", "-m", "kvdepot", "serve", model),
                 *("--pool", "{pool}", "--host-bytes", str(host_bytes)),
                 *("--", *common),
             ),
-            pool=pool,
-            model=model,
+            {**shared, "pool": pool},
         ),
     ]
     if fs_pool:
@@ -91,22 +96,19 @@ def vllm_arms(
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
-                "spec_name": "TieringOffloadingSpec",
+                **fs_spec,
                 "cpu_bytes_to_use": host_bytes,
                 "secondary_tiers": [{"type": "fs", "root_dir": fs_pool}],
             },
         }
         transfer = ("--kv-transfer-config", msgspec.json.encode(config).decode())
-        arms.append(
-            Arm(
-                name="vllm-fs",
-                role="tier",
-                command=(*serve, *common, *transfer),
-                pool=fs_pool,
-                model=model,
-            )
-        )
+        fs = {**shared, "pool": fs_pool}
+        arms.append(_arm("vllm-fs", "tier", (*serve, *common, *transfer), fs))
     return arms
+
+
+def _arm(name: str, role: str, command: Sequence[str], fields: Mapping[str, object]) -> Arm:
+    return msgspec.convert({"name": name, "role": role, "command": command, **fields}, Arm)
 
 
 def url_arms(

@@ -222,7 +222,7 @@ def _parts(plan: Plan, only: list[_Part] | None) -> Plan:
 def _arms(target: Target, pool: Path) -> list[Arm]:
     import importlib.util
 
-    from kvdepot.bench.targets import embedded_arms, read_arms, url_arms, vllm_arms
+    from kvdepot.bench.targets import embedded_arms, read_arms, url_arms
     from kvdepot.io.results import read_whole
 
     if target.arms is not None:
@@ -243,14 +243,37 @@ def _arms(target: Target, pool: Path) -> list[Arm]:
         return embedded_arms(model=target.model, pool=str(pool), host_bytes=host_bytes)
     if not target.model:
         raise ConfigError("vLLM needs a model", hint="name it: --model FOLDER_OR_ID")
+    return _vllm_arms(target, pool, host_bytes)
+
+
+def _vllm_arms(target: Target, pool: Path, host_bytes: int) -> list[Arm]:
+    from kvdepot.bench.targets import vllm_arms
+    from kvdepot.engines.vllm import CPU_SPEC
+    from kvdepot.engines.vllm.arguments import VllmArguments
+    from kvdepot.engines.vllm.cpudefaults import cpu_defaults
+    from kvdepot.engines.vllm.installed import need_vllm
+    from kvdepot.io.machine import this_machine
+
+    vllm = need_vllm()
     fs_pool = pool.with_name(pool.name + "-fs")
     _make(fs_pool)
+    fs_spec: dict[str, object] = {"spec_name": "TieringOffloadingSpec"}
+    arguments, environment = target.vllm_argument, {}
+    if vllm.is_cpu:
+        # what kvdepot serve would choose for its own arm holds for all: same type, same threads
+        given = VllmArguments(arguments)
+        chosen = cpu_defaults(given, os.environ, this_machine(), request_bytes=0)
+        arguments, environment = (*arguments, *chosen.arguments), chosen.environment
+        fs_spec = {"spec_name": CPU_SPEC[0], "spec_module_path": CPU_SPEC[1]}
     return vllm_arms(
         model=target.model,
+        serve=vllm.command(target.model),
         pool=str(pool),
         fs_pool=str(fs_pool),
         host_bytes=host_bytes,
-        arguments=target.vllm_argument,
+        fs_spec=fs_spec,
+        arguments=arguments,
+        environment=environment,
     )
 
 
