@@ -11,6 +11,7 @@ import pytest
 import tests.needs_vllm  # noqa: F401  # isort: skip
 
 import torch
+from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -29,7 +30,7 @@ from tests.vllm_rig import ROW_BYTES, offloading_config
 
 pytestmark = pytest.mark.vllm
 
-FACTS = WorkerFacts(("CPU_ATTN",), ("float32 1x2x16x16 by 0123",), "cpu")
+FACTS = WorkerFacts(("CPU_ATTN",), ("float32 1x2x16x16 by 0123",), "cpu", ("model.layers.0",))
 LAYERS = ["model.layers.0", "model.layers.1"]
 
 
@@ -92,6 +93,10 @@ def test_all_is_determined_and_the_same_each_time(engine):
         ("model_config.dtype", torch.float16),
         ("model_config.quantization", "fp8"),
         ("model_config.quantization_config", {"ignore": ["lm_head"]}),
+        ("model_config.model_class_overrides", {"LlamaForCausalLM": "mine:Llama"}),
+        ("model_config.multimodal_config", MultiModalConfig()),
+        ("load_config.load_format", "pt"),
+        ("load_config.ignore_patterns", ["model-*.safetensors"]),
         ("cache_config.cache_dtype", "fp8_e4m3"),
         ("cache_config.kv_cache_dtype_skip_layers", ["0"]),
         ("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
@@ -149,7 +154,40 @@ def test_each_parallel_size_makes_another_identity(engine, name):
     assert other.digest() != identify(engine).digest()
 
 
-@pytest.mark.parametrize("name", ["attention", "layout", "device"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mm_processor_kwargs": {"num_crops": 4}},
+        {"media_io_kwargs": {"video": {"num_frames": 8}}},
+        {"mm_device_do_normalize": False},
+        {"mm_encoder_attn_dtype": "fp8"},
+        {"video_pruning_rate": 0.5},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_the_engine_does_to_images_makes_another_identity(engine, changes):
+    """vLLM's ids of images hold what a request asks for, and not what the command line says."""
+    usual = altered(engine, "model_config.multimodal_config", MultiModalConfig())
+    other = altered(engine, "model_config.multimodal_config", MultiModalConfig(**changes))
+    assert identify(other).undetermined == ()
+    assert identify(other).digest() != identify(usual).digest()
+
+
+def test_pipeline_stages_with_other_layers_make_another_identity(engine):
+    parallel = dataclasses.replace(offloading_config().parallel, pp_size=3, world_size=3)
+    offloading = offloading_config(parallel=parallel)
+
+    def split(*counts):
+        numbers = iter(range(sum(counts)))
+        stages = [tuple(f"model.layers.{next(numbers)}" for _ in range(count)) for count in counts]
+        facts = [dataclasses.replace(FACTS, layers=stage) for stage in stages]
+        return identify(engine, offloading=offloading, facts=facts)
+
+    assert split(2, 3, 2).digest() != split(2, 2, 3).digest()
+    assert split(2, 3, 2).undetermined == ()
+
+
+@pytest.mark.parametrize("name", ["attention", "layout", "device", "layers"])
 def test_each_fact_of_a_worker_makes_another_identity(engine, name):
     value: Any = "other" if name == "device" else ("other",)
     facts = dataclasses.replace(FACTS, **{name: value})
@@ -249,4 +287,5 @@ def test_a_worker_looks_at_its_caches():
 
     lying = torch.zeros(10, 2, 16, 8).transpose(1, 2)
     facts = gather_facts(Engine(Settings, cache_of(spec_of())), dict.fromkeys(LAYERS, lying))
-    assert facts == WorkerFacts(("SOME_ATTN",), ("float32 1x16x2x8 by 0213",), "cpu")
+    layers = tuple(sorted(LAYERS))
+    assert facts == WorkerFacts(("SOME_ATTN",), ("float32 1x16x2x8 by 0213",), "cpu", layers)

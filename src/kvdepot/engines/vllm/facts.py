@@ -52,6 +52,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     layout: tuple[str, ...]
     #: kind of device, such as ``cpu`` or ``cuda``
     device: str
+    #: names of its layers; pipeline stages have different ones
+    layers: tuple[str, ...]
 
 
 def gather_facts(engine: Engine, kv_caches: Mapping[str, Any]) -> WorkerFacts:
@@ -66,7 +68,12 @@ def gather_facts(engine: Engine, kv_caches: Mapping[str, Any]) -> WorkerFacts:
     }
     tensor = next(iter(kv_caches.values()))
     tensor = tensor[0] if isinstance(tensor, list | tuple) else tensor
-    return WorkerFacts(tuple(sorted(attention)), tuple(sorted(layout)), tensor.device.type)
+    return WorkerFacts(
+        attention=tuple(sorted(attention)),
+        layout=tuple(sorted(layout)),
+        device=tensor.device.type,
+        layers=tuple(sorted(kv_caches)),
+    )
 
 
 def _lies(tensor: torch.Tensor, blocks: int) -> str:

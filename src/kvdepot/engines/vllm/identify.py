@@ -55,6 +55,19 @@ _FOLDER_FORMATS = frozenset(
         "safetensors",
     }
 )
+#: of these, those that take other files of the folder than the others do
+_OTHER_FILES = frozenset({"mistral", "npcache", "pt"})
+#: settings of images, sound and video that change what the model sees; vLLM's ids of images lack them
+_MULTIMODAL = (
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype",
+    "mm_hasher_algorithm",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
 #: says where a config came from, not what it is
 _CONFIG_ORIGIN = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 #: these give the same positions whatever the longest prompt is
@@ -75,7 +88,7 @@ def identity_of(
         engine: what its connector was given.
         offloading: what vLLM's tiers are given.
         row_bytes: bytes of one row of the host region, which holds a chunk of all ranks.
-        facts: one for each worker process.
+        facts: one for each worker process, in order of rank.
     """
     settings = engine.vllm_config
     model = settings.model_config
@@ -102,7 +115,7 @@ def identity_of(
         tensor_parallel_size=parallel.tp_size,
         pipeline_parallel_size=parallel.pp_size,
         context_parallel_size=parallel.pcp_size * parallel.dcp_size,
-        rank_content=field("rank_content", lambda: _ranks(offloading)),
+        rank_content=field("rank_content", lambda: _ranks(offloading, facts)),
         attention=field("attention", lambda: agreed(lambda of: ", ".join(of.attention))),
         engine=field("engine", lambda: _engine(settings)),
         engine_version=field(
@@ -130,7 +143,8 @@ def weights_of(settings: Any) -> str:
     if settings.weight_transfer_config is not None:
         return UNDETERMINED  # a trainer sends other weights while the engine runs
     drafter = getattr(settings.speculative_config, "draft_model_config", None)
-    total = hashlib.sha256(b"kvdepot vllm weights v1\n")
+    total = hashlib.sha256(b"kvdepot vllm weights v2\n")
+    total.update(f"{_file_choice(loading)} {_overrides(model)}\n".encode())
     for part in (model,) if drafter is None else (model, drafter):
         folder = _folder(part, loading)
         if folder is None:
@@ -149,12 +163,34 @@ def files_of(settings: Any) -> object:
     Raises:
         PoolError: a folder cannot be listed.
     """
-    model, loading = settings.model_config, settings.load_config
-    folder = _folder(model, loading)
-    return None if folder is None else file_states(folder)
+    drafter = getattr(settings.speculative_config, "draft_model_config", None)
+    folders = [
+        _folder(part, settings.load_config)
+        for part in (settings.model_config, drafter)
+        if part is not None
+    ]
+    return [None if folder is None else file_states(folder) for folder in folders]
 
 
 # one field each
+
+
+def _file_choice(loading: Any) -> str:
+    """What decides which of a folder's files are loaded, where it has several sets of them."""
+    name = str(loading.load_format)
+    kind = name if name in _OTHER_FILES else "usual"
+    return f"{kind} without {loading.ignore_patterns!r}"
+
+
+def _overrides(model: Any) -> str:
+    """What the command line changes in how the model computes, beside its config."""
+    multimodal = model.multimodal_config
+    used = {name: getattr(multimodal, name, None) for name in _MULTIMODAL} if multimodal else None
+    found = repr([model.model_class_overrides, used])
+    scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+    if scales or " at 0x" in found:
+        raise ValueError("scales of an image encoder, or code, that lie elsewhere")
+    return hashlib.sha256(found.encode()).hexdigest()
 
 
 def _config_digest(model: Any) -> str:
@@ -220,10 +256,13 @@ def _layout(offloading: OffloadingConfig, in_memory: str) -> str:
     return f"{kind} {offloading.kv_cache_layout} {in_memory}"
 
 
-def _ranks(offloading: OffloadingConfig) -> str:
+def _ranks(offloading: OffloadingConfig, facts: Sequence[WorkerFacts]) -> str:
     if offloading.replicated_layout:
         return "replicated"
-    return f"all of {offloading.parallel.world_size}, in order of rank"
+    # vLLM's own list of a group's layers is that of the first pipeline stage alone
+    layers = repr([of_one.layers for of_one in facts]).encode()
+    held = hashlib.sha256(layers).hexdigest()[:16]
+    return f"all of {offloading.parallel.world_size}, in order of rank, layers {held}"
 
 
 def _engine(settings: Any) -> str:
