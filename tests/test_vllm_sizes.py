@@ -125,7 +125,8 @@ def test_the_longest_request():
         (models.SMOLLM2_135M, 2, 16, 48),  # 1.05 MiB
         (models.SMOLLM2_135M, 4, 16, 32),  # 1.4 MiB
         (models.SMOLLM2_135M, 2, 128, 128),
-        (models.GEMMA_3_4B, 2, 16, 64),  # 1.25 MiB of one group
+        (models.GEMMA_3_4B, 2, 16, 16),  # larger ones would be stored in part
+        (models.GPT_OSS_20B, 2, 16, 16),
         (models.FALCON_7B, 2, 16, 128),  # 1 MiB exactly
         (models.QWEN3_NEXT_80B, 2, 16, 16),  # vLLM makes its own blocks large
     ],
@@ -137,8 +138,26 @@ def test_a_block_of_real_models(config, element_bytes, engine_block, tokens):
     assert found.tokens == tokens
     assert found.engine_blocks * engine_block == tokens
     assert found.block_bytes == tokens * size.group_token_bytes
-    if not size.has_state:
+    if not size.has_state and not size.has_window:
         assert found.block_bytes >= MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "has_window"),
+    [
+        ({}, False),
+        ({"sliding_window": None}, False),
+        ({"sliding_window": 4096}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, False),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 32}, False),
+        ({"layer_types": ["full_attention", "chunked_attention"] * 16}, True),
+        ({"sliding_window_pattern": 6}, True),
+    ],
+    ids=str,
+)
+def test_a_window_is_seen_where_there_is_one(text, has_window):
+    size = kv_size({**models.LLAMA_3_8B, **text}, element_bytes=2)
+    assert size.has_window is has_window
 
 
 sizes = st.builds(
@@ -147,6 +166,7 @@ sizes = st.builds(
     group_layers=st.integers(1, 200),
     layer_token_bytes=st.integers(1, 64 * KIB),
     has_state=st.booleans(),
+    has_window=st.booleans(),
     is_latent=st.booleans(),
 )
 
@@ -162,7 +182,7 @@ def test_a_block_is_a_multiple_and_as_small_as_the_aim_allows(size, engine_block
 
 
 def test_short_prompts_limit_the_size_of_a_block():
-    size = KvSize(2, 2, 64, has_state=False, is_latent=False)
+    size = KvSize(2, 2, 64, has_state=False, has_window=False, is_latent=False)
     found = choose_block(size, 16)
     assert found.tokens == BLOCK_TOKENS_MAX
     assert "short prompts" in found.describe()

@@ -58,6 +58,11 @@ def choose_block(
     elif size.has_state:
         tokens = engine_block_tokens
         reason = "one block of vLLM's, which makes them large enough for the layers with state"
+    elif size.has_window:
+        tokens = engine_block_tokens
+        reason = (
+            "one block of vLLM's, because vLLM stores larger ones in part behind a sliding window"
+        )
     else:
         tokens, reason = _by_bytes(token_bytes, engine_block_tokens)
     return BlockChoice(

@@ -26,6 +26,8 @@ class KvSize(NamedTuple):
     layer_token_bytes: int
     #: there are layers with recurrent state besides
     has_state: bool
+    #: there are layers whose attention sees the last tokens only
+    has_window: bool
     #: multi-head latent attention: one latent for all heads, alike on all ranks
     is_latent: bool
 
@@ -79,6 +81,7 @@ def kv_size(
         group_layers=_group_layers(list(kv_kinds.values())),
         layer_token_bytes=layer_token_bytes,
         has_state=len(kv_kinds) < len(kinds),
+        has_window=any(_is_window(kind) for kind in kinds) or _has_window_for_all(text),
         is_latent=bool(latent),
     )
 
@@ -136,6 +139,17 @@ def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
     if text.get("multi_query"):
         return 1
     return _number(text, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
+
+
+def _is_window(kind: str) -> bool:
+    return "sliding" in kind or "chunked" in kind or "local" in kind
+
+
+def _has_window_for_all(text: Mapping[str, Any]) -> bool:
+    """A window that no list of layers says the place of, and that is not switched off."""
+    is_placed = bool(text.get("layer_types") or text.get("sliding_window_pattern"))
+    is_on = text.get("use_sliding_window", True) is not False
+    return bool(_number(text, "sliding_window")) and is_on and not is_placed
 
 
 def _is_state(kind: str) -> bool:
