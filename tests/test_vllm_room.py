@@ -10,7 +10,7 @@ import pytest
 import tests.needs_vllm  # noqa: F401  # isort: skip
 
 from kvdepot.clock import SystemClock
-from kvdepot.engines.vllm.extras import AdapterDigests, has_known_images
+from kvdepot.engines.vllm.extras import AdapterDigests, has_known_images, has_steady_keys
 from kvdepot.engines.vllm.room import HostRoom, Turn
 from kvdepot.testing.simclock import FakeClock
 
@@ -149,6 +149,11 @@ def image(content, identifier=None):
 )
 def test_only_images_named_by_their_content_are_cached(features, is_known):
     assert has_known_images(SimpleNamespace(mm_features=features)) is is_known
+
+
+def test_a_session_of_streamed_input_keeps_keys_of_tokens_that_it_took_back():
+    assert has_steady_keys(SimpleNamespace(resumable=False))
+    assert not has_steady_keys(SimpleNamespace(resumable=True))
 
 
 @pytest.fixture

@@ -11,13 +11,15 @@ import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 import tests.needs_vllm  # noqa: F401  # isort: skip
 
-from kvdepot.engines.vllm import tier as tier_module
 from kvdepot.engines.vllm.blocks import RequestBlocks
+from kvdepot.engines.vllm.tier import KvdepotTier
+from kvdepot.errors import UnsupportedModel
 from kvdepot.keys import root_key
 from kvdepot.testing.damage import flip_byte
 from kvdepot.testing.faults import FaultPlan
@@ -299,19 +301,38 @@ def test_calls_on_the_scheduler_s_thread_are_counted(tmp_path):
             assert times.calls(method) > 0
 
 
-def test_model_files_that_changed_stop_the_pool_at_the_next_look(tmp_path, monkeypatch, caplog):
-    files = ["as loaded"]
-    monkeypatch.setattr(tier_module, "files_of", lambda settings: files[0])
+def test_chunks_that_were_copied_in_part_are_not_kept(tmp_path):
     with TierRig(tmp_path / "pool") as rig:
-        rig.tier._files = files[0]
+        ask = Ask("a", 4)
+        rig.tier.partial_keys[ask.context.req_id] = {ask.keys[3]}
+        rig.put(ask)
+        rig.forget_host()
+        assert rig.take(Ask("a", 4)) == 3
+        alone = Ask("b", 1)
+        rig.tier.partial_keys[alone.context.req_id] = set(alone.keys)
+        rig.put(alone)
+        rig.forget_host()
+        assert rig.take(Ask("b", 1)) == 0
+        assert rig.tier.partial_keys == rig.tier.request_extras == {}
+
+
+def test_a_bug_in_the_policies_ends_no_step(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    with TierRig(tmp_path / "pool") as rig:
+        for name in ("began", "collect", "scheduled", "finished"):
+            monkeypatch.setattr(rig.tier.patience, name, fail)
         rig.put(Ask("a", 4))
-        rig.tier.check_files().join(30)
         rig.forget_host()
         assert rig.take(Ask("a", 4)) == 4
-        files[0] = "exchanged"
-        rig.tier.check_files().join(30)
-        rig.forget_host()
-        assert rig.take(Ask("a", 4)) == 0
-        rig.put(Ask("b", 4))
-        assert rig.tier.pool is None
-    assert "files have changed" in caplog.text
+        for method in ("_began", "_learn", "on_schedule_end", "on_request_finished"):
+            assert rig.tier.times.errors[method] > 0
+
+
+def test_an_encoder_decoder_model_is_refused(tmp_path):
+    with TierRig(tmp_path / "pool") as rig:
+        model = SimpleNamespace(is_encoder_decoder=True)
+        rig.tier.engine = rig.tier.engine._replace(vllm_config=SimpleNamespace(model_config=model))
+        with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+            KvdepotTier._find_identity(rig.tier, [])

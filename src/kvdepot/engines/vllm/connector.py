@@ -17,17 +17,28 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvdepot.clock import SystemClock
-from kvdepot.engines.vllm.extras import AdapterCheck, AdapterDigests, has_known_images
+from kvdepot.engines.vllm.extras import (
+    AdapterCheck,
+    AdapterDigests,
+    has_known_images,
+    has_steady_keys,
+)
 from kvdepot.engines.vllm.facts import Engine, WorkerFacts, engine_is, gather_facts
+from kvdepot.engines.vllm.partial import partial_chunks
 from kvdepot.engines.vllm.room import HostRoom, Turn
 from kvdepot.engines.vllm.tier import KvdepotTier
 
@@ -86,7 +97,8 @@ class KvdepotConnector(OffloadingConnector):
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """All workers are there: open the pool."""
-        facts = [found for found in metadata.values() if isinstance(found, WorkerFacts)]
+        in_order = [found for _, found in sorted(metadata.items(), key=lambda item: item[0])]
+        facts = [found for found in in_order if isinstance(found, WorkerFacts)]
         for tier in self.tiers:
             tier.open(facts)
 
@@ -94,7 +106,7 @@ class KvdepotConnector(OffloadingConnector):
         """As vLLM's, after a look at what the request's hashes do not tell."""
         extras: bytes | None = None
         try:
-            if has_known_images(request):
+            if has_known_images(request) and has_steady_keys(request):
                 extras = b""
             if request.lora_request is not None and extras is not None:
                 # until its content is known, nothing of it is looked up or kept
@@ -112,6 +124,8 @@ class KvdepotConnector(OffloadingConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """As vLLM's, as far as the request may load; None to be asked again in the next step."""
+        for tier in self.tiers:
+            tier.resume()  # asked for by a scheduler that runs: not while weights are exchanged
         limits = [self._max_loadable_tokens(request, num_computed_tokens)]
         if self._is_adapter_pending(request):
             return None, False
@@ -134,6 +148,18 @@ class KvdepotConnector(OffloadingConnector):
         if found == 0:
             self._give_room_back(request.request_id)
         return found, is_async
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """As vLLM's, and a look at which chunks are stored in part only."""
+        meta = super().build_connector_meta(scheduler_output)
+        if self.tiers and isinstance(meta, OffloadingConnectorMetadata):
+            try:
+                self._note_partial(meta)
+            except Exception:
+                log.exception("looking at stores failed; nothing is kept from now on")
+                for tier in self.tiers:
+                    tier.resets.note(for_good=True)
+        return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's; what is on the device needs no room in the host tier any more."""
@@ -160,10 +186,9 @@ class KvdepotConnector(OffloadingConnector):
         if not all(tier.jobs.quiesce(_RESET_WAIT_S) for tier in self.tiers):
             log.warning("storage hangs: the host tier cannot be reset now")
             return False
-        is_reset = super().reset_cache()
         for tier in self.tiers:
-            tier.check_files()
-        return is_reset
+            tier.resets.note()
+        return super().reset_cache()
 
     def shutdown(self) -> None:
         """As vLLM's, and a word on the host tier's size if it was too small."""
@@ -245,6 +270,21 @@ class KvdepotConnector(OffloadingConnector):
             else:
                 stopped.add(group)
         return ends
+
+    def _note_partial(self, meta: OffloadingConnectorMetadata) -> None:
+        """Tell the tiers of chunks that vLLM copies in part, as their other blocks are gone already."""
+        scheduler = self.scheduler
+        for number, transfer in meta.store_jobs.items():
+            status = scheduler._req_status[transfer.req_id]
+            found = partial_chunks(
+                scheduler._jobs[number].keys,
+                transfer.src_spec,
+                groups=[config.group_idx for config in scheduler.config.kv_group_configs],
+                blocks_per_chunk=scheduler.config.blocks_per_chunk,
+                position=status.req_context.get_offload_key_position,
+            )
+            for tier in self.tiers if found else ():
+                tier.partial_keys.setdefault(transfer.req_id, set()).update(found)
 
     def _forget(self, request_id: str) -> None:
         self._checks.pop(request_id, None)

@@ -19,7 +19,7 @@ from kvdepot.identity import UNDETERMINED
 from kvdepot.io.modelfolder import file_states, local_model_folder
 from kvdepot.io.weights import weights_fingerprint
 
-__all__ = ["AdapterCheck", "AdapterDigests", "has_known_images"]
+__all__ = ["AdapterCheck", "AdapterDigests", "has_known_images", "has_steady_keys"]
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,15 @@ def has_known_images(request: Any) -> bool:
         and feature.mm_hash in str(feature.identifier)
         for feature in request.mm_features or ()
     )
+
+
+def has_steady_keys(request: Any) -> bool:
+    """Whether a request's chunks keep the keys that vLLM makes first.
+
+    A session of streamed input takes its last token back when more input comes, and the chunk that
+    ended with it keeps the key of what it does not hold.
+    """
+    return not request.resumable
 
 
 class _Seen(NamedTuple):

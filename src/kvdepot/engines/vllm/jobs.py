@@ -82,12 +82,24 @@ class TierJobs:
         self._moving[transfer.job_id] = _Moving(keys, blocks, job, is_load=True)
         return job
 
-    def store(self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks) -> None:
-        """Begin to store, parents before their children; vLLM hands the chunks over as a set."""
+    def store(
+        self,
+        pool: Tier,
+        transfer: TransferJob,
+        blocks: RequestBlocks,
+        partial: Collection[OffloadKey] = (),
+    ) -> bool:
+        """Begin to store, parents before their children; vLLM hands the chunks over as a set.
+
+        Those in `partial` are left out; False, and nothing is begun, where no other is there.
+        """
         rows = dict(zip(transfer.keys, self._region.rows(transfer.chunk_ids), strict=True))
-        keys = blocks.in_order(rows, transfer.req_context)
+        keys = blocks.in_order((key for key in rows if key not in partial), transfer.req_context)
+        if not keys:
+            return False
         job = pool.store(list(self._writes(keys, rows, blocks, transfer.req_context)))
         self._moving[transfer.job_id] = _Moving(keys, blocks, job, is_load=False)
+        return True
 
     def tokens(self, keys: Sequence[OffloadKey]) -> int:
         """How many tokens of the prompt these chunks are, in the group that has the most of them."""

@@ -27,8 +27,8 @@ class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     load_bytes_per_s_min: int = 100 * MIB
     #: how long the engine's start waits for the pool; what is left is done while serving
     open_wait_s: float = 60.0
-    #: how long the engine's end waits for stores to become visible
-    close_s: float = 10.0
+    #: how long the engine's end waits for stores to become visible; vLLM kills an engine after 5 s
+    close_s: float = 3.0
     #: whether the storage is near; None says nothing
     locality: Literal["LOCAL", "REMOTE"] | None = None
     #: tell vLLM's event stream of blocks that were stored

@@ -9,7 +9,6 @@ Whatever goes wrong here becomes a miss or a failed job and a counter, never an 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -41,14 +40,15 @@ from kvdepot.engines.vllm.identify import files_of, group_kinds, identity_of
 from kvdepot.engines.vllm.jobs import TierJobs
 from kvdepot.engines.vllm.opening import PoolOpening
 from kvdepot.engines.vllm.patience import Patience
+from kvdepot.engines.vllm.resets import Resets
 from kvdepot.engines.vllm.settings import parse_settings
 from kvdepot.engines.vllm.stats import TierStats, metric_definitions
 from kvdepot.engines.vllm.versions import check_interface
-from kvdepot.errors import IdentityUnknown, PoolError, UnsupportedModel
+from kvdepot.errors import IdentityUnknown, UnsupportedModel
 from kvdepot.identity import Identity
 from kvdepot.metrics import Counters
 from kvdepot.pool.tier import PoolTier
-from kvdepot.tiers import Tier
+from kvdepot.tiers import Job, Tier
 from kvdepot.units import format_bytes
 
 __all__ = ["KvdepotTier"]
@@ -99,6 +99,8 @@ class KvdepotTier(SecondaryTierManager):
         self._events: list[OffloadingEvent] | None = self._event_list()
         #: what a request's connector knows of it, by its id: extras of its keys, or None
         self.request_extras: dict[str, bytes | None] = {}
+        #: chunks of its that vLLM copied in part: what else is in their rows is somebody else's
+        self.partial_keys: dict[str, set[OffloadKey]] = {}
         # with adapters, a request that nobody has looked at may use any of them
         adapters = self.engine and getattr(self.engine.vllm_config, "lora_config", None)
         self._extras_unknown = None if adapters is not None else b""
@@ -115,6 +117,7 @@ class KvdepotTier(SecondaryTierManager):
         self.patience = Patience(self.deadline_s, counters=self.counters, clock=self._clock)
         self._opening: PoolOpening | None = None
         self._files: object = None
+        self.resets = Resets(self._is_same, self._refuse)
         if self.engine is None:
             log.error(
                 "the pool is not used: vLLM's own OffloadingConnector does not say which model it "
@@ -142,7 +145,9 @@ class KvdepotTier(SecondaryTierManager):
     @property
     def pool(self) -> Tier | None:
         """The open pool."""
-        return self._opening.pool if self._opening is not None else None
+        if self._opening is None or self.resets.is_open:
+            return None
+        return self._opening.pool
 
     def _find_identity(self, facts: Sequence[WorkerFacts]) -> Identity:
         engine = self.engine
@@ -153,6 +158,10 @@ class KvdepotTier(SecondaryTierManager):
             named = ", ".join(f"group {number} is {kind}" for number, kind in other.items())
             raise UnsupportedModel(
                 f"only full attention and sliding windows can be kept yet, and {named}"
+            )
+        if engine.vllm_config.model_config.is_encoder_decoder:
+            raise UnsupportedModel(
+                "the KV of an encoder-decoder model depends on its encoder's input"
             )
         self._files = files_of(engine.vllm_config)
         identity = identity_of(engine, config, row_bytes=self.region.row_bytes, facts=facts)
@@ -183,28 +192,17 @@ class KvdepotTier(SecondaryTierManager):
             )
         return pool
 
-    def check_files(self) -> threading.Thread:
-        """Look, on a thread, whether the model's files are still those whose KV the pool holds.
+    def resume(self) -> None:
+        """vLLM takes requests on, so weights are in place: after a reset, look at the model's files."""
+        if self._opening is not None and self._opening.pool is not None:
+            self.resets.look()
 
-        vLLM resets its caches where weights are exchanged in place. If they come from the model's own
-        files, the engine is another one now, and neither may read what the other stored.
-        """
-        thread = threading.Thread(target=self._check_files, name="kvdepot-files", daemon=True)
-        thread.start()
-        return thread
+    def _is_same(self) -> bool:
+        return self.engine is not None and files_of(self.engine.vllm_config) == self._files
 
-    def _check_files(self) -> None:
-        opening, engine = self._opening, self.engine
-        if opening is None or engine is None or opening.pool is None:
-            return
-        try:
-            is_same = files_of(engine.vllm_config) == self._files
-        except PoolError as error:
-            log.warning("the model's files cannot be looked at: %s", error)
-            is_same = False
-        if not is_same:
-            reason = "the model's files have changed since the engine started"
-            opening.refuse(reason, self.settings.close_s)
+    def _refuse(self, reason: str) -> None:
+        assert self._opening is not None
+        self._opening.refuse(reason, self.settings.close_s)
 
     # what vLLM calls
 
@@ -245,8 +243,7 @@ class KvdepotTier(SecondaryTierManager):
     @timed
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Begin to read chunks into their rows, all in one load."""
-        blocks = self._blocks(job_metadata.req_context)
-        pool = self.pool
+        blocks, pool = self._blocks(job_metadata.req_context), self.pool
         try:
             if pool is not None and blocks.is_cacheable and self._load(pool, job_metadata, blocks):
                 return
@@ -258,16 +255,17 @@ class KvdepotTier(SecondaryTierManager):
     @timed
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to write chunks from their rows, behind the engine."""
-        blocks = self._blocks(job_metadata.req_context)
-        pool = self.pool
+        blocks, pool = self._blocks(job_metadata.req_context), self.pool
         try:
             if not blocks.is_cacheable:
                 self.jobs.refuse(job_metadata, is_failure=False)
                 return
             if pool is not None:
-                request, keys = job_metadata.req_context.req_id, list(job_metadata.keys)
-                self.patience.computed(request, self.jobs.tokens(keys))
-                self.jobs.store(pool, job_metadata, blocks)
+                request = job_metadata.req_context.req_id
+                self.patience.computed(request, self.jobs.tokens(list(job_metadata.keys)))
+                left_out = self.partial_keys.get(request, ())
+                if not self.jobs.store(pool, job_metadata, blocks, left_out):
+                    self.jobs.refuse(job_metadata, is_failure=False)
                 return
         except Exception:
             log.exception("a store of %d chunks failed", len(job_metadata.keys))
@@ -297,6 +295,7 @@ class KvdepotTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """What was noted of a request goes with it."""
         self.request_extras.pop(req_context.req_id, None)
+        self.partial_keys.pop(req_context.req_id, None)
         self.patience.finished(req_context.req_id)
 
     @timed
@@ -383,14 +382,18 @@ class KvdepotTier(SecondaryTierManager):
         """Begin a load if it is worth it; False when the request is to compute."""
         keys = list(transfer.keys)
         size = len(keys) * self.region.row_bytes
-        request, tokens = transfer.req_context.req_id, self.jobs.tokens(keys)
-        wait = self.patience.wait_for(request, len(keys), tokens, size)
+        tokens = self.jobs.tokens(keys)
+        wait = self.patience.wait_for(transfer.req_context.req_id, len(keys), tokens, size)
         if wait.deadline_s is None:
             return False
         job = self.jobs.load(pool, transfer, blocks, wait.deadline_s)
-        self.patience.began(job, size, is_probe=wait.is_probe)
+        self._began(job, size, is_probe=wait.is_probe)
         return True
 
+    @fenced(lambda: None)
+    def _began(self, job: Job, size: int, *, is_probe: bool) -> None:
+        # a failure here must not refuse a load that has begun: it would end twice
+        self.patience.began(job, size, is_probe=is_probe)
+
     def _count_error(self, method: str) -> None:
-        errors = self.times.errors
-        errors[method] = errors.get(method, 0) + 1
+        self.times.errors[method] = self.times.errors.get(method, 0) + 1

@@ -58,6 +58,11 @@ _PARAMETERS = [
         ("request", "num_computed_tokens", "max_num_new_tokens"),
     ),
     (
+        "vllm.v1.kv_offload.base",
+        "GPULoadStoreSpec.__init__",
+        ("block_ids", "group_sizes", "block_indices"),
+    ),
+    (
         "vllm.v1.core.kv_cache_utils",
         "generate_block_hash_extra_keys",
         ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),

@@ -1,0 +1,97 @@
+"""After a reset of vLLM's caches the weights may be others: kvdepot.engines.vllm.resets."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+import tests.needs_vllm  # noqa: F401  # isort: skip
+
+from kvdepot.engines.vllm import tier as tier_module
+from kvdepot.errors import PoolUnavailable
+from tests.vllm_rig import Ask, TierRig
+
+pytestmark = pytest.mark.vllm
+
+
+def until(is_so):
+    give_up_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+
+
+def test_after_a_reset_nothing_is_shared_until_the_files_are_found_unchanged(
+    tmp_path, monkeypatch, caplog
+):
+    files = ["as loaded"]
+    monkeypatch.setattr(tier_module, "files_of", lambda settings: files[0])
+    with TierRig(tmp_path / "pool") as rig:
+        rig.tier._files = files[0]
+        rig.put(Ask("a", 4))
+        rig.tier.resets.note()
+        rig.forget_host()
+        assert rig.take(Ask("a", 4)) == 0
+        rig.put(Ask("b", 4))
+        rig.tier.resume()
+        until(lambda: rig.tier.pool is not None)
+        assert rig.take(Ask("a", 4)) == 4
+        rig.forget_host()
+        assert rig.take(Ask("b", 4)) == 0, "it was kept while the weights may have been others"
+        # weights are exchanged after the reset, and before requests are taken on again
+        rig.tier.resets.note()
+        files[0] = "exchanged"
+        rig.tier.resume()
+        until(lambda: "files have changed" in caplog.text)
+        rig.forget_host()
+        assert rig.take(Ask("a", 4)) == 0
+        rig.tier.resume()
+        assert rig.tier.pool is None
+
+
+def test_a_look_that_began_before_a_reset_does_not_end_it(tmp_path, monkeypatch):
+    looking, go_on = threading.Event(), threading.Event()
+
+    def files_of(settings):
+        looking.set()
+        assert go_on.wait(30)
+        return "as loaded"
+
+    monkeypatch.setattr(tier_module, "files_of", files_of)
+    with TierRig(tmp_path / "pool") as rig:
+        rig.tier._files = "as loaded"
+        rig.tier.resets.note()
+        rig.tier.resume()
+        assert looking.wait(30)
+        rig.tier.resets.note()
+        go_on.set()
+        until(lambda: not rig.tier.resets.is_looking)
+        assert rig.tier.pool is None
+        rig.tier.resume()
+        until(lambda: rig.tier.pool is not None)
+        rig.tier.resets.note(for_good=True)
+        rig.tier.resume()
+        assert not any(thread.name == "kvdepot-files" for thread in threading.enumerate())
+        assert rig.tier.pool is None
+
+
+def test_files_that_cannot_be_looked_at_are_looked_at_again(tmp_path, monkeypatch):
+    answers = [PoolUnavailable("gone"), "as loaded"]
+
+    def files_of(settings):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(tier_module, "files_of", files_of)
+    with TierRig(tmp_path / "pool") as rig:
+        rig.tier._files = "as loaded"
+        rig.tier.resets.note()
+        rig.tier.resume()
+        until(lambda: not rig.tier.resets.is_looking)
+        assert rig.tier.pool is None
+        rig.tier.resume()
+        until(lambda: rig.tier.pool is not None)
