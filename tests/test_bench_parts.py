@@ -307,8 +307,9 @@ def test_an_engine_that_is_started_by_hand(tmp_path):
 
 
 def test_the_usual_arms():
-    recompute, tier = embedded_arms(model="m", pool="/p", host_bytes=1)
+    recompute, tier, memory = embedded_arms(model="m", pool="/p", host_bytes=1)
     assert "pool" not in recompute.command[-1]
+    assert '"memory_only":true' in memory.command[-1]
     assert tier.command[-1].replace("{port}", "80").endswith('"port":80}')
     msgspec.json.decode(tier.command[-1].replace("{port}", "80"))
     spec = {"spec_name": "S"}

@@ -305,6 +305,23 @@ def test_a_second_reader_is_compared_by_equivalence(tmp_path, pool):
     assert [each.name for each in summary.equals] == ["R2x = R2"]
 
 
+def test_memory_alone_must_not_read_storage(tmp_path):
+    rounds = (
+        Round(name="R1d", role="dram"),
+        Round(name="R2d", role="dram", salts="stored", of="R1d", expects="host"),
+    )
+    plan = msgspec.structs.replace(PLAN, rounds=rounds, runs=1)
+    arms = [Arm(name="memory", role="dram")]
+    for tiers, is_held in ((("host",), True), (("disk",), False)):
+        does = {"memory": dataclasses.replace(behaviours()["kvdepot"], keeps=tiers)}
+        with FakeServer() as server:
+            summary = measured(
+                tmp_path / tiers[0], server, FakeLauncher(server, does), FakeProbe(server),
+                plan=plan, arms=arms,
+            )  # fmt: skip
+        assert (said(summary, "G3", "invalid") == []) == is_held
+
+
 def test_drift_of_the_control():
     def row(at, run, ttft_s):
         return Row(

@@ -319,6 +319,8 @@ def test_settings_come_as_json():
     assert decode_settings('{"port": 1234, "pool": ["/srv/kv"]}').port == 1234
     with pytest.raises(ConfigError, match="prot"):
         decode_settings('{"prot": 1}')
+    with pytest.raises(ConfigError, match="a pool is named"):
+        ServerSettings(memory_only=True, pool=("/p",))
 
 
 def test_the_api_s_default_temperature_is_one_and_greedy_is_asked_for():

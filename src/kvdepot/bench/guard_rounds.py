@@ -179,6 +179,8 @@ def _isolation(result: Result) -> Iterator[Finding]:
         yield invalid(
             "G3", where, arm, f"{cached:,} prompt tokens were reused where all had to be computed"
         )
+    if result.expects == "host" and (reused.get("disk") or reused.get("device")):
+        yield invalid("G3", where, arm, "tokens came from elsewhere than host memory")
     if result.expects != "storage":
         return
     oracle = sum(row.oracle_tokens for row in good)

@@ -14,6 +14,7 @@ __all__ = ["Cell", "data_table", "interval_text", "tail_text"]
 
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _SHORT = 10
+_COLUMNS = 6
 
 
 class Cell(NamedTuple):
@@ -48,4 +49,6 @@ def data_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
 
     head = tag("tr", *(tag("th", text(each)) for each in heads))
     body = [tag("tr", *(cell("td", value) for value in row)) for row in rows]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
+    # many columns keep their width, and scroll on a phone
+    class_ = "wide many" if len(heads) > _COLUMNS else "wide"
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_=class_)

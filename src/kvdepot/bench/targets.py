@@ -26,7 +26,7 @@ class _Arms(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def embedded_arms(*, model: str, pool: str, host_bytes: int) -> list[Arm]:
-    """The engine that comes with the package: without a pool, and over one.
+    """The engine that comes with the package: without a pool, over one, and over memory alone.
 
     Args:
         model: a folder or hub id; empty: the small model, fetched once.
@@ -47,6 +47,14 @@ def embedded_arms(*, model: str, pool: str, host_bytes: int) -> list[Arm]:
             role="tier",
             command=command(pool=[pool], host_bytes=host_bytes),
             pool=pool,
+            settles=_DRAIN,
+            block_tokens=_EMBEDDED_BLOCK_TOKENS,
+        ),
+        # runs only where the plan has rounds for it
+        Arm(
+            name="memory",
+            role="dram",
+            command=command(memory_only=True, host_bytes=host_bytes),
             settles=_DRAIN,
             block_tokens=_EMBEDDED_BLOCK_TOKENS,
         ),

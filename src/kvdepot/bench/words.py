@@ -98,6 +98,7 @@ _TEXT: dict[str, tuple[str, str]] = {
     "R2": ("R2 from storage alone", "R2 仅从存储读取"),
     "R2n": ("R2n never stored (control)", "R2n 从未写入（阴性对照）"),
     "R2x": ("R2x by another instance", "R2x 由另一实例读取"),
+    "R1d": ("R1d first ask, kept in memory", "R1d 首次提问，保留在内存"),
     "R2d": ("R2d from memory alone", "R2d 仅从内存读取"),
     "R3": ("R3 everything on", "R3 全部开启"),
     "headlines": ("Headlines", "主要比值"),

@@ -33,6 +33,7 @@ p { margin: .5rem 0; }
 blockquote { margin: .25rem 0 1rem; padding: .25rem .75rem; border-left: 3px solid var(--rule);
   white-space: pre-wrap; }
 .wide { overflow-x: auto; }
+.many table { min-width: 54rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--rule); text-align: left;
   vertical-align: top; overflow-wrap: normal; }
@@ -76,7 +77,7 @@ figure { margin: .5rem 0 1rem; }
 @media (max-width: 30rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; } }
 @media print { body { max-width: none; padding: 0; } h2 { break-after: avoid; }
   .bar, tr, figure, blockquote { break-inside: avoid; }
-  .wide { overflow: visible; } table { font-size: .8rem; } }
+  .wide { overflow: visible; } table { font-size: .8rem; } .many table { min-width: 0; } }
 """.strip()
 
 

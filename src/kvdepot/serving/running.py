@@ -81,7 +81,7 @@ def _opened(settings: ServerSettings, files: ModelFiles) -> EmbeddedEngine:
             )
             if value is not None
         }
-        config = PoolConfig.of(*settings.pool, **options)
+        config = PoolConfig.of(*settings.pool, **options) if settings.pool else None
         return Depot.open(identity, pool=config, host_bytes=settings.host_bytes)
 
     return EmbeddedEngine.open(
@@ -90,7 +90,7 @@ def _opened(settings: ServerSettings, files: ModelFiles) -> EmbeddedEngine:
         dtype=settings.dtype,
         block_tokens=settings.block_tokens,
         load_share=settings.load_share,
-        depot=open_depot if settings.pool else None,
+        depot=open_depot if settings.pool or settings.memory_only else None,
     )
 
 

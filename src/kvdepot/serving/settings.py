@@ -21,6 +21,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     model: str = ""
     #: where the pool is; none: every prompt is computed, and nothing is kept
     pool: tuple[str, ...] = ()
+    #: keep blocks in memory although there is no pool
+    memory_only: bool = False
     #: memory between engine and pool
     host_bytes: _Positive = GIB
     #: of the pool; None: what it was made with
@@ -38,6 +40,10 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     dtype: str = "float32"
     #: bodies that are larger are refused; 16 MiB is more text than any context takes
     body_bytes_max: _Positive = 16 * MIB
+
+    def __post_init__(self) -> None:
+        if self.memory_only and self.pool:
+            raise ConfigError("memory_only is without a pool, and a pool is named")
 
 
 def decode_settings(text: str | bytes) -> ServerSettings:
