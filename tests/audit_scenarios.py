@@ -244,10 +244,7 @@ def working_folder_in_system(rng):
     folders = [f"/home/grace/{rng.choice(WORDS)}/{rng.choice(WORDS)}" for _ in range(9)]
     chosen = [rng.choice(folders) for _ in base]
     rows = edited(base, lambda row, i: in_front(row, f"Working directory: {chosen[i]}\n"))
-    fixed = edited(
-        base,
-        lambda row, i: (in_front(row, "Working directory: \n"), behind(row, f"\n{chosen[i]}")),
-    )
+    fixed = edited(base, lambda row, i: behind(row, f"\nWorking directory: {chosen[i]}"))
     return Planted(rows, "environment", "messages[0]", fixed)
 
 

@@ -177,9 +177,9 @@ def _message_break(pair: _Pair, part: Part, at: int) -> Break:
         return structural("white_space")
     if _is_json_form(text, other, inner):
         return structural("json_form")
-    split = reordered(text, other)
-    if split is not None:
-        return structural("piece_order", split)
+    splits = reordered(text, other)
+    if splits:
+        return structural("piece_order", " ".join(splits))
     return _value_break(pair, part, at)
 
 

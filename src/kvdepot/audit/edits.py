@@ -5,6 +5,7 @@ Each is a plain function from traffic to traffic. Nothing is changed in place.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from kvdepot.audit.texts import (
     normalised,
     pieces,
     with_canonical_json,
+    with_sorted_json,
     with_sorted_pieces,
 )
 from kvdepot.audit.toolsets import tool_name, tools_of
@@ -35,8 +37,13 @@ __all__ = [
     "sort_messages",
     "sort_pieces",
     "sort_tools",
+    "sorted_messages_json",
     "with_last_user",
 ]
+
+
+#: a line that says no more than this beside a value goes with it
+_LABEL_CHARS = 48
 
 
 class Edit(NamedTuple):
@@ -78,8 +85,9 @@ def move(span: Span) -> Edit:
             match = span.regex.search(text)
             if match is None:
                 return text
-            taken.append(match["value"])
-            return text[: match.start("value")] + text[match.end("value") :]
+            start, end = _moved_span(text, match)
+            taken.append(text[start:end].strip("\n"))
+            return text[:start] + text[end:]
 
         wanted = {id(message) for message in span.messages(body)}
         messages = []
@@ -96,6 +104,18 @@ def move(span: Span) -> Edit:
         return {**body, "messages": messages}
 
     return Edit("move", lambda traffic: _each(traffic, of_body))
+
+
+def _moved_span(text: str, match: re.Match[str]) -> tuple[int, int]:
+    """The value; its whole line where that says little else, as a person would move it."""
+    start, end = match.span("value")
+    line_start = text.rfind("\n", 0, start) + 1
+    line_end = text.find("\n", end)
+    if line_end < 0 or "\n" in match["value"]:
+        return start, end
+    if (start - line_start) + (line_end - end) > _LABEL_CHARS:
+        return start, end
+    return line_start, line_end + 1
 
 
 def align(variants: Variants, text: str) -> Edit:
@@ -191,28 +211,58 @@ def canonical_messages() -> Edit:
     )
 
 
+def sorted_messages_json() -> Edit:
+    """Keys of JSON in messages in one order."""
+    return Edit(
+        "sorted_json",
+        lambda traffic: _each(
+            traffic,
+            lambda body: _messages(body, lambda each: mapped_text(each, with_sorted_json)),
+        ),
+    )
+
+
 def sort_pieces(split: str, role: str, *, by_popularity: bool) -> Edit:
     """Pieces of a message in one order: the most frequent first, or an order that means nothing."""
 
     def of_traffic(traffic: Traffic) -> Traffic:
         counts: Counter[str] = Counter()
-        if by_popularity:
-            for body in traffic.bodies:
-                for message in body["messages"]:
-                    if message.get("role") == role and isinstance(message.get("content"), str):
-                        counts.update({each.key for each in pieces(message["content"], split)})
+        for body in traffic.bodies:
+            for message in body["messages"]:
+                if message.get("role") == role and isinstance(message.get("content"), str):
+                    found = pieces(message["content"], split)
+                    counts.update({each.key for each in found[:-1]})
+        known = _Prefixes(counts)
 
         def rank(key: str) -> tuple[int, str]:
-            return (-counts[key], key)
+            return (-counts[key] if by_popularity else 0, key)
 
         def of_message(message: Body) -> Body:
             if message.get("role") != role:
                 return message
-            return mapped_text(message, lambda text: with_sorted_pieces(text, split, rank))
+            return mapped_text(
+                message, lambda text: with_sorted_pieces(text, split, rank, known.of(text, split))
+            )
 
         return _each(traffic, lambda body: _messages(body, of_message))
 
     return Edit("popular_first" if by_popularity else "sort_pieces", of_traffic)
+
+
+class _Prefixes:
+    """Known pieces by their first characters, so that few are compared with a text's last piece."""
+
+    _CHARS = 16
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._by_head: dict[str, list[str]] = {}
+        for key in keys:
+            self._by_head.setdefault(key[: self._CHARS], []).append(key)
+
+    def of(self, text: str, split: str) -> list[str]:
+        """Pieces that the last one of a text may be."""
+        found = pieces(text, split)
+        return self._by_head.get(found[-1].key[: self._CHARS], []) if found else []
 
 
 def sort_messages(index: int) -> Edit:

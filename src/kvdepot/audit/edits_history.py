@@ -76,8 +76,12 @@ def first_image() -> Edit:
     return Edit("first_image", of_traffic)
 
 
-def wide_window() -> Edit:
-    """A window that is cut in big steps: when twice as long as now, the older half is dropped."""
+def wide_window(pinned: int) -> Edit:
+    """A window that is cut in big steps: when twice as long as now, the older half is dropped.
+
+    Args:
+        pinned: messages before the window that stay.
+    """
 
     def of_traffic(traffic: Traffic) -> Traffic:
         bodies = list(traffic.bodies)
@@ -87,8 +91,7 @@ def wide_window() -> Edit:
             dropped = 0
             for number in numbers:
                 messages = traffic.bodies[number]["messages"]
-                fixed = 1 if messages and messages[0].get("role") in ("system", "developer") else 0
-                window = messages[fixed:]
+                window = messages[pinned:]
                 dropped = _shift(keys, [message_key(each) for each in window], dropped)
                 whole[dropped:] = window
                 keys[dropped:] = [message_key(each) for each in window]
@@ -96,7 +99,7 @@ def wide_window() -> Edit:
                 kept = dropped // step * step
                 bodies[number] = {
                     **traffic.bodies[number],
-                    "messages": [*messages[:fixed], *whole[kept:dropped], *window],
+                    "messages": [*messages[:pinned], *whole[kept:dropped], *window],
                 }
         return traffic.edited(bodies)
 

@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 _CONSIDERED_MOST = 8
+#: causes that no edit repairs, and that are worth knowing all the same
+_PRICED = ("compaction",)
 
 
 class Shown:
@@ -63,7 +65,7 @@ def prompt_findings(peeling: Peeling, shown: Shown) -> list[Finding]:
         made.append(_of_step(step, peeling, shown, work, after))
         work = after
     least = 0.01 * peeling.now.input_tokens
-    left = [site for site in peeling.unproved if not site.edits and site.estimate >= least]
+    left = [site for site in peeling.unproved if site.cause in _PRICED and site.estimate >= least]
     return [*made, *(_finding(site, peeling, shown) for site in left)]
 
 
@@ -253,5 +255,5 @@ def considered(sites: Sequence[Site]) -> list[Considered]:
             evidence=site.evidence,
         )
         for site in sites
-        if site.edits
+        if site.cause not in _PRICED
     ][:_CONSIDERED_MOST]

@@ -60,6 +60,11 @@ class Step:
         return proved_tokens(self.before, self.after, self.edit.what)
 
 
+def _net(step: Step) -> int:
+    """By what edits of one site are compared: a longer version for all is no gain in itself."""
+    return step.proved - max(0, step.after.input_tokens - step.before.input_tokens)
+
+
 @dataclasses.dataclass(slots=True)
 class Peeling:
     """What was found and proved."""
@@ -201,7 +206,7 @@ class _Peeler:
         for edit in site.edits:
             after = edit.apply(work)
             step = Step(site, edit, measure, self._workshop.measure(after))
-            if best is None or step.proved > best.proved:
+            if best is None or _net(step) > _net(best):
                 best, kept = step, after
         if best is None or best.proved < -self._least:
             return None, work

@@ -31,6 +31,8 @@ NOTHING_TOKENS = 64
 _PAIRS_MAX = 1500
 #: a cause whose copies already make up this share of the input needs no probe
 _PROBE_BELOW = 0.01
+#: share of the requests that must break at pieces which nothing but line ends marks
+_UNMARKED_SHARE = 0.25
 
 
 class Survey(NamedTuple):
@@ -175,7 +177,7 @@ class _Looker:
             [each[0] for each in group],
             (request, before),
             self._char_of(request, before),
-            _EVENT_EDITS[cause](),
+            [edits_history.wide_window(index)] if cause == "window" else _EVENT_EDITS[cause](),
         )
 
     def _char_of(self, request: int, donor: int) -> int:
@@ -213,22 +215,26 @@ class _Looker:
             [each.request for each in group],
             (first.request, first.donor),
             first.at,
-            self._structural_edits(first, detail),
+            self._structural_edits(first, detail, len(group)),
         )
 
     def _place(self, each: Break) -> str:
         messages = self._traffic.bodies[each.request]["messages"]
         return place_of(each.path, [str(message.get("role")) for message in messages])
 
-    def _structural_edits(self, first: Break, detail: str) -> list[Edit]:
+    def _structural_edits(self, first: Break, detail: str, breaks: int) -> list[Edit]:
         if first.kind == "piece_order":
+            is_marked = not set(detail.split()) <= {"lines", "paragraphs"}
+            if not is_marked and breaks < _UNMARKED_SHARE * self._traffic.requests:
+                return []  # prose with lines in common is no list that may be sorted
             if detail == "messages":
                 return [edits.sort_messages(int(first.path[9:-1]))]
             number = int(first.path[first.path.index("[") + 1 : -1])
             role = str(self._traffic.bodies[first.request]["messages"][number].get("role"))
             return [
-                edits.sort_pieces(detail, role, by_popularity=True),
-                edits.sort_pieces(detail, role, by_popularity=False),
+                edits.sort_pieces(split, role, by_popularity=popular)
+                for split in detail.split()[:3]
+                for popular in (True, False)
             ]
         return _STRUCTURAL_EDITS[first.kind]()
 
@@ -322,7 +328,6 @@ def _value_edits(
 
 
 _EVENT_EDITS: dict[str, Callable[[], list[Edit]]] = {
-    "window": lambda: [edits_history.wide_window()],
     "reasoning": lambda: [edits_history.no_reasoning()],
     "answer_rewritten": lambda: [edits_history.final_form()],
     "edited_later": lambda: [edits_history.final_form()],
@@ -335,6 +340,6 @@ _STRUCTURAL_EDITS: dict[str, Callable[[], list[Edit]]] = {
     "tool_set": lambda: [edits.every_tool()],
     "template": lambda: [edits.one_template()],
     "white_space": lambda: [edits.normal_text()],
-    "json_form": lambda: [edits.canonical_messages()],
+    "json_form": lambda: [edits.sorted_messages_json(), edits.canonical_messages()],
     "media": lambda: [edits_history.first_image()],
 }

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "reordered",
     "snapped",
     "with_canonical_json",
+    "with_sorted_json",
     "with_sorted_pieces",
 ]
 
@@ -137,87 +138,141 @@ def canonical_json(value: object) -> str:
 
 def with_canonical_json(text: str) -> str:
     """A text with every JSON block in it written in the one way."""
+    return _with_json(text, lambda _, value: canonical_json(value))
+
+
+def with_sorted_json(text: str) -> str:
+    """A text with the keys of every JSON block sorted, and else written as before."""
+    return _with_json(text, _sorted_as_written)
+
+
+def _with_json(text: str, write: Callable[[str, Any], str]) -> str:
     made: list[str] = []
     at = 0
     for start, end, value in json_blocks(text):
-        made += [text[at:start], canonical_json(value)]
+        made += [text[at:start], write(text[start:end], value)]
         at = end
     return "".join([*made, text[at:]])
 
 
-#: how texts are built of pieces: a name, and what finds the pieces
-_SPLITS: dict[str, re.Pattern[str]] = {
+def _sorted_as_written(written: str, value: Any) -> str:
+    """JSON in the style of a text: its indent, its separators, its escapes."""
+    indent = re.search(r"\n([ \t]*)", written)
+    item = "," if indent or ", " not in written else ", "
+    return json.dumps(
+        value,
+        sort_keys=True,
+        ensure_ascii=written.isascii(),
+        indent=indent[1] if indent else None,
+        separators=(item, ": " if '": ' in written else ":"),
+    )
+
+
+_NAMED = r"(?:Document|Doc|Passage|Chunk|Source|Context|Result|Item|Example|Memory)"
+#: how texts are built of pieces: what finds a piece, or what a piece begins with
+_WHOLE: dict[str, re.Pattern[str]] = {
     "blocks": re.compile(r"<(?P<tag>[a-zA-Z_][\w-]*)(?: [^>\n]*)?>.*?</(?P=tag)>", re.DOTALL),
-    "numbered": re.compile(r"(?m)^[ \t]*(?:\[\d+\]|\(?\d+[.):]|#\d+|[-*\u2022])[ \t]+\S[^\n]*"),
-    "headed": re.compile(
-        r"(?m)^(?:\[\d+\]|#{1,4} |(?:Document|Passage|Chunk|Source|Example|Memory)\b[^\n]*:)"
-        r"[^\n]*(?:\n(?!\[\d+\]|#{1,4} |(?:Document|Passage|Chunk|Source|Example|Memory)\b)[^\n]+)*"
-    ),
     "paragraphs": re.compile(r"[^\n]+(?:\n[^\n]+)*"),
     "lines": re.compile(r"[^\n]+"),
 }
-#: a number of its own, not a part of a word or of a pseudo-word
-_ORDINAL = re.compile(r"(?<![\w~])\d+(?!\w)")
-_HEAD_CHARS = 24
+_HEADS: dict[str, re.Pattern[str]] = {
+    "numbered": re.compile(r"(?m)^[ \t]*(?:\[\d+\]|\(?\d+[.):]|#\d+)[ \t]+(?=\S)"),
+    "headed": re.compile(rf"(?m)^(?:#{{1,4}} \S|\*\*{_NAMED}\b|{_NAMED}\b[^\n]{{0,40}}:)"),
+    "bullets": re.compile(r"(?m)^[ \t]*[-*\u2022][ \t]+(?=\S)"),
+}
+_SPLITS = ("blocks", "numbered", "headed", "bullets", "paragraphs", "lines")
+#: the number that a piece has from its place: ``[3]``, ``3.``, ``Document 3``, ``<doc id="3">``
+_ORDINAL = re.compile(rf"^(\s*(?:<\w+ [^>\n]{{0,20}}?\"?|{_NAMED} #?|[\[(#]?))(\d+)(?![\w~])")
 
 
 class _Piece(NamedTuple):
     start: int
     end: int
     text: str
-    #: the text with a leading number left out, so that a renumbered piece is the same
+    #: the text without the number that it has from its place, so that a renumbered piece is the same
     key: str
 
 
-def pieces(text: str, split: str) -> list[_Piece]:
-    """The pieces of a text that one way of splitting finds."""
-    found = []
-    for match in _SPLITS[split].finditer(text):
-        piece = match[0]
-        head = _ORDINAL.sub("#", piece[:_HEAD_CHARS], count=1)
-        found.append(_Piece(match.start(), match.end(), piece, head + piece[_HEAD_CHARS:]))
-    return found
+def pieces(text: str, split: str, known: Collection[str] = ()) -> list[_Piece]:
+    """The pieces of a text that one way of splitting finds.
+
+    Args:
+        text: the whole text.
+        split: one of the ways.
+        known: keys of pieces seen elsewhere. Where pieces are told by their beginnings, the last one ends
+            where a known one does; without one, at the first empty line.
+    """
+    if split in _WHOLE:
+        spans = [match.span() for match in _WHOLE[split].finditer(text)]
+    else:
+        starts = [match.start() for match in _HEADS[split].finditer(text)]
+        spans = [
+            (start, start + len(text[start:end].rstrip()))
+            for start, end in itertools.pairwise(starts)
+        ]
+        if starts:
+            spans.append((starts[-1], _last_end(text, starts[-1], known)))
+    return [_Piece(start, end, text[start:end], _key(text[start:end])) for start, end in spans]
 
 
-def reordered(left: str, right: str) -> str | None:
-    """The way of splitting by which two texts hold the same pieces in another order, or None.
+def _key(piece: str) -> str:
+    return _ORDINAL.sub(r"\1#", piece, count=1)
+
+
+def _last_end(text: str, start: int, known: Collection[str]) -> int:
+    rest = text[start:]
+    number = _ORDINAL.match(rest)
+    longer = len(number[2]) - 1 if number else 0
+    key = _key(rest)
+    fits = [len(each) for each in known if key.startswith(each)]
+    if fits:
+        return start + max(fits) + longer
+    blank = rest.find("\n\n")
+    return start + (blank if blank >= 0 else len(rest.rstrip()))
+
+
+def reordered(left: str, right: str) -> list[str]:
+    """The ways of splitting by which two texts hold the same pieces in another order.
 
     At least two pieces must have changed places, and the pieces that both have must make up half of the
     shorter text; nearly all of the longer one where nothing but line ends marks the pieces, because prose
     that overlaps by chance has lines in common as well.
     """
-    for split in _SPLITS:
-        ours, theirs = pieces(left, split), pieces(right, split)
-        if len(ours) < 2 or len(theirs) < 2:
-            continue
-        places = {piece.key: number for number, piece in enumerate(theirs) if len(piece.key) >= 20}
-        common = [piece for piece in ours if piece.key in places]
-        order = [places[piece.key] for piece in common]
-        if len(set(order)) < 2 or order == sorted(order):
-            continue
-        inversions = sum(later < earlier for earlier, later in itertools.pairwise(order))
-        size = sum(len(piece.key) for piece in common)
-        sizes = [sum(len(piece.key) for piece in each) for each in (ours, theirs)]
-        least = 0.8 * max(sizes) if split in ("lines", "paragraphs") else 0.5 * min(sizes)
-        if inversions and size >= least:
-            return split
-    return None
+    return [split for split in _SPLITS if _is_reordered(left, right, split)]
 
 
-def with_sorted_pieces(text: str, split: str, rank: Callable[[str], Any]) -> str:
+def _is_reordered(left: str, right: str, split: str) -> bool:
+    sides = [pieces(each, split) for each in (left, right)]
+    known = {piece.key for side in sides for piece in side[:-1]}
+    ours, theirs = (pieces(each, split, known) for each in (left, right))
+    if len(ours) < 2 or len(theirs) < 2:
+        return False
+    places = {piece.key: number for number, piece in enumerate(theirs) if len(piece.key) >= 20}
+    common = [piece for piece in ours if piece.key in places]
+    order = [places[piece.key] for piece in common]
+    if len(set(order)) < 2 or order == sorted(order):
+        return False
+    size = sum(len(piece.key) for piece in common)
+    sizes = [sum(len(piece.key) for piece in each) for each in (ours, theirs)]
+    least = 0.8 * max(sizes) if split in ("lines", "paragraphs") else 0.5 * min(sizes)
+    return size >= least
+
+
+def with_sorted_pieces(
+    text: str, split: str, rank: Callable[[str], Any], known: Collection[str] = ()
+) -> str:
     """A text with its pieces in the order of `rank` of their keys; numbers stay where they are."""
-    found = pieces(text, split)
+    found = pieces(text, split, known)
     if len(found) < 2:
         return text
     ordered = sorted(found, key=lambda piece: rank(piece.key))
     made: list[str] = []
     at = 0
     for place, piece in zip(found, ordered, strict=True):
+        number = _ORDINAL.match(place.text)
         written = piece.text
-        number = _ORDINAL.search(place.text[:_HEAD_CHARS])
-        if number and _ORDINAL.search(piece.text[:_HEAD_CHARS]):
-            head = _ORDINAL.sub(number[0], piece.text[:_HEAD_CHARS], count=1)
-            written = head + piece.text[_HEAD_CHARS:]
+        if number:
+            written = _ORDINAL.sub(rf"\g<1>{number[2]}", written, count=1)
         made += [text[at : place.start], written]
         at = place.end
     return "".join([*made, text[at:]])

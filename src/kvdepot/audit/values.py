@@ -34,12 +34,14 @@ _TOKEN = re.compile(r"^[\w.:+/=#-]{4,}$")
 _PATH = re.compile(
     r"(?:^|[\s=\"'(:])(?:~|\.{1,2})?/[\w.+-]+(?:/[\w.+ -]*)*|[A-Za-z]:\\[\w\\ .-]+|\w+://\S+"
 )
-_HOST = re.compile(r"^(?:[a-z0-9-]+\.)+[a-z0-9-]+(?::\d+)?$|^\d{1,3}(?:\.\d{1,3}){3}$|^[a-z]+-\d+$")
+_HOST = re.compile(r"^(?:[a-z0-9-]+\.)+[a-z]{2,}(?::\d+)?$|^\d{1,3}(?:\.\d{1,3}){3}$|^[a-z]+-\d+$")
 _LOCALE = re.compile(r"^[a-z]{2,3}[-_][A-Z]{2}(?:\.\S+)?$|^[A-Z][A-Za-z]+/[A-Z][A-Za-z_]+$")
 _FLAG = re.compile(r"(?i)^(?:true|false|on|off|yes|no|enabled|disabled|none|null|\d)$")
 #: a pseudo-word of an audit trace
 _PSEUDO = re.compile(r"~[0-9a-f]+~(\d+)")
 _MOST = 0.9
+#: smaller times are no dates
+_EPOCH_FROM_S = 5e8
 
 
 class Seen(NamedTuple):
@@ -227,6 +229,8 @@ def _versions(seen: Sequence[Seen], distinct: int, of_all: str) -> Pattern:
     runs = 1 + sum(a.value != b.value for a, b in itertools.pairwise(seen))
     if runs <= distinct + 1:
         since = next((each.time_s for each in seen if each.value == seen[-1].value), seen[0].time_s)
-        when = dt.datetime.fromtimestamp(since, dt.UTC).isoformat(timespec="seconds")
+        when = f"{since:.0f} s"
+        if since > _EPOCH_FROM_S:  # else the log counts from its own start
+            when = dt.datetime.fromtimestamp(since, dt.UTC).isoformat(timespec="seconds")
         return Pattern("rollout", f"rolled out once at {when}: {of_all}, {runs} runs", distinct)
     return Pattern("ab_test", f"versions at the same time: {of_all}, {runs} runs", distinct)
