@@ -27,7 +27,15 @@ from kvdepot.pool.tier import PoolTier
 from kvdepot.testing.faults import FaultDisk, FaultPlan
 from kvdepot.testing.toy import ToyEngine
 
-__all__ = ["BLOCK_BYTES", "Answer", "FakeEngine", "Prompt"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BLOCK_TOKENS",
+    "Answer",
+    "FakeEngine",
+    "Prompt",
+    "prefill_s",
+    "prefill_terms",
+]
 
 _T = TypeVar("_T")
 
@@ -63,6 +71,11 @@ class Answer(NamedTuple):
 def prefill_s(tokens: int, position: int = 0) -> float:
     """Seconds that so many tokens behind others take: a CPU model of a small size."""
     return _FIXED_S + _TOKEN_S * tokens + _PAIR_S * tokens * (tokens + 2 * position)
+
+
+def prefill_terms() -> tuple[float, float, float]:
+    """Of `prefill_s`: seconds a pass, a token and a pair of tokens."""
+    return _FIXED_S, _TOKEN_S, _PAIR_S
 
 
 class FakeEngine:

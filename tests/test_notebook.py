@@ -101,3 +101,16 @@ def test_a_note_that_is_no_state_is_found_out_anew(tmp_path):
         tier.remember(b"{nonsense")
     with Depot.open(engine.identity, pool=pool_config(tmp_path / "p"), host_bytes=1 << 20) as depot:
         assert not depot.policies.cost.knows_prefill
+
+
+def test_a_worker_process_passes_notes_on(tmp_path):
+    engine = ToyEngine([4096])
+    config = pool_config(tmp_path / "p")
+
+    def opened():
+        return Depot.open(engine.identity, pool=config, host_bytes=1 << 20, io="process")
+
+    with opened() as depot:
+        depot.computed(128, 0, 1.28)
+    with opened() as depot:
+        assert depot.policies.cost.prefill_s(1000) == pytest.approx(10.0, rel=0.05)

@@ -50,7 +50,7 @@ class Desk:
         self.patience.began(job, SIZE, is_probe=wait.is_probe)
         self.clock.advance(seconds)
         job.resolve_run(0, [outcome], [SIZE])
-        self.patience.collect()
+        self.patience.collect(None)
         self.patience.finished(request)
         return wait.deadline_s
 

@@ -32,7 +32,7 @@ from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.keys import BlockKey, group_key
 from kvdepot.loads import Loads
 from kvdepot.metrics import Counters
-from kvdepot.plans import Hit, Plan, Planner
+from kvdepot.plans import CostKeeper, Hit, Plan, Planner
 from kvdepot.policy.admission import StoreClass
 from kvdepot.policy.decide import Mode
 from kvdepot.policy.policies import Policies
@@ -93,7 +93,7 @@ class Depot:
         self._planner = Planner(
             identity, self.policies, self._loads, hosts, counters=counters, clock=clock
         )
-        self._planner.recall(pool)
+        self._costs = CostKeeper(self.policies, clock, pool)
 
     @classmethod
     def open(
@@ -188,7 +188,7 @@ class Depot:
         )
         if plan.mode is Mode.COMPUTE and plan.blocks < plan.hit.blocks:
             self._planner.begin_probe(self._group_keys(keys[plan.blocks : plan.hit.blocks]))
-        self._planner.remember(self.pool)
+        self._costs.remember(self.pool)
         return plan
 
     def finished(
@@ -302,7 +302,7 @@ class Depot:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Publish what was stored and stop. Idempotent."""
-        self._planner.remember(self.pool, is_last=True)
+        self._costs.remember(self.pool, is_last=True)
         if self.pool is not None:
             self.pool.close(timeout_s)
         self._collect()

@@ -30,7 +30,7 @@ from kvdepot.policy.reasons import Explanation, Reason
 from kvdepot.tiers import Job, Outcome, Read, Turn
 from kvdepot.units import MIB
 
-__all__ = ["Hit", "Plan", "Planner", "Probe", "Remembers"]
+__all__ = ["CostKeeper", "Hit", "Plan", "Planner", "Probe", "Remembers"]
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,33 @@ class Plan(NamedTuple):
         return self.decision.choice.slack_s
 
 
+class CostKeeper:
+    """Keeps what is learned of costs with the pool, so that a restart knows."""
+
+    def __init__(self, policies: Policies, clock: Clock, pool: object = None) -> None:
+        self._policies = policies
+        self._clock = clock
+        self._remembered_s = clock.monotonic_s()
+        self.recall(pool)
+
+    def recall(self, pool: object) -> None:
+        """Begin with the costs that an earlier process had kept, if the pool keeps any."""
+        text = pool.recalled if isinstance(pool, Remembers) else None
+        if text is None:
+            return
+        try:
+            self._policies.cost.restore(msgspec.json.decode(text, type=CostState))
+        except msgspec.MsgspecError as error:
+            log.warning("the costs that were kept cannot be read and are found out anew: %s", error)
+
+    def remember(self, pool: object, *, is_last: bool = False) -> None:
+        """Have the costs kept, now and then or for the last time. Memory only."""
+        now_s = self._clock.monotonic_s()
+        if isinstance(pool, Remembers) and (is_last or now_s - self._remembered_s >= _REMEMBER_S):
+            self._remembered_s = now_s
+            pool.remember(msgspec.json.encode(self._policies.cost.state()))
+
+
 class Probe(NamedTuple):
     """A read in the background; its rows go back when it is settled."""
 
@@ -124,7 +151,6 @@ class Planner:
         self._clock = clock
         self._stored = SeenBefore(_STORED_KEYS_MAX)
         self.probe: Probe | None = None
-        self._remembered_s = clock.monotonic_s()
 
     def plan(
         self,
@@ -224,25 +250,6 @@ class Planner:
         )
         self._counters.add("store_not_admitted_blocks_total", len(keys) - found.blocks)
         return found.blocks
-
-    # between runs
-
-    def recall(self, pool: object) -> None:
-        """Begin with the costs that an earlier process had kept, if the pool keeps any."""
-        text = pool.recalled if isinstance(pool, Remembers) else None
-        if text is None:
-            return
-        try:
-            self._policies.cost.restore(msgspec.json.decode(text, type=CostState))
-        except msgspec.MsgspecError as error:
-            log.warning("the costs that were kept cannot be read and are found out anew: %s", error)
-
-    def remember(self, pool: object, *, is_last: bool = False) -> None:
-        """Have the costs kept with the pool, now and then; so that a restart knows."""
-        now_s = self._clock.monotonic_s()
-        if isinstance(pool, Remembers) and (is_last or now_s - self._remembered_s >= _REMEMBER_S):
-            self._remembered_s = now_s
-            pool.remember(msgspec.json.encode(self._policies.cost.state()))
 
     def _explain(
         self, plan: Plan, reused_blocks: int, ended_by: Reason | None

@@ -18,12 +18,13 @@ from kvdepot.io.disk import Disk
 from kvdepot.pool.catalog import NAMESPACE_FOLDER, tmp_path
 from kvdepot.pool.segment import SegmentName
 
-__all__ = ["Notebook"]
+__all__ = ["NOTE_BYTES_MAX", "Notebook"]
 
 log = logging.getLogger(__name__)
 
 _NOTE = re.compile(r"costs-(?P<number>[0-9]{8})\.json", re.ASCII)
-_NOTE_BYTES_MAX = 64 * 1024
+#: of one note
+NOTE_BYTES_MAX = 64 * 1024
 _ATTEMPTS = 4
 
 
@@ -47,7 +48,7 @@ class Notebook:
             names = self._names()
             if not names:
                 return None
-            return self._disk.read_small(f"{self._folder}/{names[-1]}", _NOTE_BYTES_MAX)
+            return self._disk.read_small(f"{self._folder}/{names[-1]}", NOTE_BYTES_MAX)
         except PoolError as error:
             log.warning("%s: costs that were kept cannot be read: %s", self._disk.place, error)
             return None
@@ -58,7 +59,7 @@ class Notebook:
         Raises:
             ValueError: it is too long.
         """
-        if len(text) > _NOTE_BYTES_MAX:
+        if len(text) > NOTE_BYTES_MAX:
             raise ValueError(f"a note of {len(text)} bytes is too long")
         with self._lock:
             self._pending = text

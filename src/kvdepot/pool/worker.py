@@ -98,6 +98,8 @@ class WorkerTier:
             is_persistent=True,
             is_shared=True,
         )
+        #: what an earlier process has kept for this identity
+        self.recalled: bytes | None = None
         self._config = config
         self._shared = shared
         self._settings = settings
@@ -253,6 +255,12 @@ class WorkerTier:
         link = self._link
         return link is None or link.outbox.drain(timeout_s)
 
+    def remember(self, text: bytes) -> None:
+        """As `PoolTier.remember`; lost while there is no worker."""
+        link = self._link
+        if link is not None:
+            link.outbox.post_remember(text)
+
     def usage(self) -> TierUsage:
         link = self._link
         if link is None:
@@ -330,6 +338,7 @@ class WorkerTier:
         )
         try:
             self.limits = link.open(self._config, self.identity, self._stop)
+            self.recalled = link.recalled
         except BaseException:
             self._bury(link)
             raise

@@ -46,6 +46,7 @@ from kvdepot.pool.worker_wire import (
     Opened,
     Ping,
     Pong,
+    Remember,
     Removed,
     Store,
     Touch,
@@ -169,7 +170,7 @@ class Worker:
             return False
         self._tier = tier
         self._reporter.watch_usage(tier.usage)
-        self._reporter.say(Opened(tier.limits))
+        self._reporter.say(Opened(tier.limits, tier.recalled))
         return True
 
     def _do(self, tier: PoolTier, command: Command) -> None:
@@ -180,6 +181,8 @@ class Worker:
                 self._store(tier, command)
             case Cancel(number=number):
                 self._reporter.cancel(number)
+            case Remember(text=text):
+                tier.remember(text)
             case Touch(keys=keys):
                 tier.touch(split_keys(keys))
             case Drain():

@@ -93,6 +93,8 @@ class Link:
         self._clock = clock
         self._shared = shared
         self._limits: TierLimits | None = None
+        #: what the pool had kept for this identity
+        self.recalled: bytes | None = None
         self._refused: KvdepotError | None = None
         self._silence_s = 0.0
         self._is_killed = False
@@ -208,8 +210,8 @@ class Link:
                     self.lost = f"has been in one read or write for {stuck_s:.0f} s"
             case Drained():
                 self.outbox.take_drained(notice)
-            case Opened(limits=limits):
-                self._limits = limits
+            case Opened(limits=limits, recalled=recalled):
+                self._limits, self.recalled = limits, recalled
             case Refused():
                 self._refused = error_of(notice)
             case Closed():

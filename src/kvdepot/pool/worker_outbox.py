@@ -32,6 +32,7 @@ from kvdepot.pool.worker_wire import (
     Load,
     Ping,
     Progress,
+    Remember,
     Row,
     Store,
     StoreRow,
@@ -149,6 +150,13 @@ class Outbox:
             is_room = len(self._queue) + len(pieces) <= _TOUCH_QUEUE_MAX
             if pieces and self._is_open and is_room:
                 self._queue.extend(pieces)
+                self._wake.notify()
+
+    def post_remember(self, text: bytes) -> None:
+        """Have a note kept, if there is room."""
+        with self._wake:
+            if self._is_open and len(self._queue) < _TOUCH_QUEUE_MAX:
+                self._queue.append(Remember(text))
                 self._wake.notify()
 
     def drain(self, timeout_s: float) -> bool:

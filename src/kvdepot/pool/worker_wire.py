@@ -16,6 +16,7 @@ from kvdepot.config import PoolConfig
 from kvdepot.errors import KvdepotError, PoolUnavailable
 from kvdepot.identity import Identity
 from kvdepot.keys import KEY_BYTES, BlockKey
+from kvdepot.pool.notebook import NOTE_BYTES_MAX
 from kvdepot.tiers import Outcome, TierLimits, TierUsage, Turn
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Pong",
     "Progress",
     "Refused",
+    "Remember",
     "Removed",
     "Report",
     "Row",
@@ -150,6 +152,12 @@ class Touch(_Message, frozen=True):
     keys: _Keys
 
 
+class Remember(_Message, frozen=True):
+    """Keep a small text for the next process."""
+
+    text: Annotated[bytes, msgspec.Meta(max_length=NOTE_BYTES_MAX)]
+
+
 class Drain(_Message, frozen=True):
     """Say `Drained` once all stores so far are visible."""
 
@@ -169,7 +177,7 @@ class Close(_Message, frozen=True):
     timeout_s: float
 
 
-Command = Open | Load | Store | Cancel | Touch | Drain | Ping | Close
+Command = Open | Load | Store | Cancel | Touch | Remember | Drain | Ping | Close
 
 
 # child to parent
@@ -221,6 +229,7 @@ class Opened(_Message, frozen=True):
     """The pool is open and the index reported."""
 
     limits: TierLimits
+    recalled: bytes | None = None
 
 
 class Refused(_Message, frozen=True):

@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 from kvdepot.clock import Clock
 from kvdepot.metrics import Counters
+from kvdepot.plans import CostKeeper
 from kvdepot.policy.breaker import Fault
 from kvdepot.policy.deadline import slack_of
 from kvdepot.policy.decide import Ask, Mode, Run
 from kvdepot.policy.policies import LoadTicket, Policies
 from kvdepot.policy.reasons import Reason
-from kvdepot.tiers import Job, Outcome
+from kvdepot.tiers import Job, Outcome, Tier
 
 __all__ = ["Patience", "Wait"]
 
@@ -66,6 +67,8 @@ class Patience:
         #: of those, when they were first scheduled; gone once they have stored
         self._scheduled_s: dict[str, float] = {}
         self._probing: str | None = None
+        self._costs = CostKeeper(self.policies, clock)
+        self._has_recalled = False
         self._open: list[tuple[LoadTicket, Job]] = []
 
     def may_ask(self, request: str) -> bool:
@@ -130,8 +133,12 @@ class Patience:
         ticket = self.policies.load_began(length_bytes, now_s, is_probe=is_probe)
         self._open.append((ticket, job))
 
-    def collect(self) -> None:
-        """Learn from the loads that are decided."""
+    def collect(self, pool: Tier | None) -> None:
+        """Learn from the loads that are decided; what is known is kept with the pool, once it is open."""
+        if pool is not None and not self._has_recalled:
+            self._has_recalled = True
+            self._costs.recall(pool)
+        self._costs.remember(pool)
         for entry in [entry for entry in self._open if entry[1].is_decided]:
             self._open.remove(entry)
             ticket, job = entry

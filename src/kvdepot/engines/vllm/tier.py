@@ -376,7 +376,7 @@ class KvdepotTier(SecondaryTierManager):
 
     @fenced(lambda: None)
     def _learn(self) -> None:
-        self.patience.collect()
+        self.patience.collect(self.pool)
 
     def _load(self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks) -> bool:
         """Begin a load if it is worth it; False when the request is to compute."""
