@@ -11,7 +11,8 @@ from __future__ import annotations
 import errno
 import itertools
 import statistics
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,6 @@ from typing import Any, Literal
 
 from common import WorkFolder, environment, parser, percentile, report
 from fake_engine import BLOCK_BYTES, Answer, FakeEngine, Prompt, prefill_s
-
-from kvdepot.keys import BlockKey
-from kvdepot.tiers import Write
 
 BLOCKS = 48
 PROMPTS = 12
@@ -75,27 +73,18 @@ def full(engine: FakeEngine, _folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def storm(engine: FakeEngine, _folder: Path) -> Iterator[None]:
-    """Somebody stores through the same pool as fast as it takes it."""
-    stop = threading.Event()
-    data = memoryview(bytearray(BLOCK_BYTES))
-    pool = engine.pool
-    assert pool is not None
-
-    def store() -> None:
-        for number in itertools.count():
-            if stop.is_set():
-                return
-            keys = [BlockKey(f"{number:08d}-{n:02d}".encode().ljust(32, b"s")) for n in range(32)]
-            parents = [BlockKey(bytes(32)), *keys[:-1]]
-            writes = [Write(k, p, data, 16) for k, p in zip(keys, parents, strict=True)]
-            pool.store(writes).wait(2.0)
-
-    thread = threading.Thread(target=store, daemon=True)
-    thread.start()
-    yield
-    stop.set()
-    thread.join(10)
+def storm(_engine: FakeEngine, folder: Path) -> Iterator[None]:
+    """Another process stores into the same pool as fast as it can."""
+    script = Path(__file__).with_name("storm_child.py")
+    child = subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    try:
+        yield
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
 
 
 @contextmanager

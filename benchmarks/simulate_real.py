@@ -17,21 +17,21 @@ from kvdepot.sim.settings import Prefill, SimSettings
 from kvdepot.sim.trace import TraceRequest
 from kvdepot.sim.world import simulate
 
-_BLOCKS_MAX = 64
+_BLOCKS_MAX = 160
 #: conversations that are asked in turn
 _FAMILIES = 6
-_HOST_BLOCKS = 96
+_HOST_BLOCKS = 256
 
 
 def requests(count: int, seed: int = 7) -> list[tuple[int, int]]:
     """(conversation, blocks) of each request: some grow, some come back as they were."""
     source = random.Random(seed)
-    length = [source.randrange(8, 24) for _ in range(_FAMILIES)]
+    length = [source.randrange(24, 64) for _ in range(_FAMILIES)]
     found: list[tuple[int, int]] = []
     for _ in range(count):
         family = source.randrange(_FAMILIES)
         if source.random() < 0.5:
-            length[family] = min(length[family] + source.randrange(2, 12), _BLOCKS_MAX)
+            length[family] = min(length[family] + source.randrange(4, 24), _BLOCKS_MAX)
         found.append((family, length[family]))
     return found
 

@@ -100,3 +100,16 @@ def test_runs_cover_the_rows_in_order(rows: list[int]) -> None:
     assert [run.first_row + i for run in runs for i in range(run.rows)] == rows
     for left, right in itertools.pairwise(runs):
         assert left.first_row + left.rows != right.first_row
+
+
+def test_a_prefix_outlives_what_continues_it():
+    """Rows of a prompt are given back from the front, so its head was once the first to go."""
+    host = HostRows(4096, 8 * 4096)
+    keys = [BlockKey(bytes([number]) * 32) for number in range(6)]
+    rows = host.reserve(6)
+    for row, key in zip(rows, keys, strict=True):
+        host.fill(row, key)
+    host.release(rows)
+    host.refresh([*keys, BlockKey(bytes(32))])
+    host.release(host.reserve(4))
+    assert host.holds(keys) == [True] * 4 + [False] * 2

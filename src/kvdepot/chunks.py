@@ -97,6 +97,8 @@ class ChunkRestore:
         self.bytes_read = 0
         #: why no further chunk comes; None while one may
         self.ended_by: Reason | None = None
+        for host, keys in zip(hosts, group_keys, strict=True):
+            host.refresh(keys)  # what it has itself must not make room for the rest
         self._ask()
 
     @property

@@ -112,8 +112,7 @@ class Depot:
             identity: what the bytes are; names the pool's namespace.
             pool: settings of the pool; None for the host tier alone.
             host_bytes: memory for the host tier, touched now.
-            io: where the pool's I/O runs: in threads of this process, or in a child process, which
-                a busy thread of this one does not slow down.
+            io: threads of this process, or a child process, which a busy thread does not slow down.
             clock: for tests that own the time.
             policies: what is loaded and written; by default everything is written.
 
@@ -204,7 +203,7 @@ class Depot:
         )
 
     def computed(self, tokens: int, position: int, seconds: float) -> None:
-        """Say how long a prefill took that was computing and nothing else."""
+        """Say how long a prefill took that was computing alone."""
         self.policies.cost.computed(tokens, position, seconds)
 
     def restore(self, keys: Sequence[BlockKey], *, deadline_s: float | None = None) -> Restore:
@@ -288,6 +287,7 @@ class Depot:
                     self._counters.add("dropped_queue_full_total", len(chain) - start)
                     break
                 taken += got
+            self.hosts[group].refresh(chain)
         return taken
 
     def drain(self, timeout_s: float) -> bool:

@@ -96,6 +96,14 @@ class HostRows:
                 self._users[row] = self._users.get(row, 0) + 1
             return row
 
+    def refresh(self, keys: Sequence[BlockKey]) -> None:
+        """Mark cached blocks as used now, the last one first: a prefix outlives what continues it."""
+        with self._lock:
+            for key in reversed(keys):
+                row = self._row_of.get(key)
+                if row is not None and row in self._clean:
+                    self._clean.move_to_end(row)
+
     def reserve(self, count: int, *, leave: int = 0) -> list[int]:
         """Take up to `count` rows to fill, evicting unused ones; lowest first, to be contiguous.
 

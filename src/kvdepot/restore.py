@@ -77,6 +77,8 @@ class Restore:
         self.bytes_read = 0
         #: why fewer blocks came than were asked for; None while none is missing
         self.ended_by: Reason | None = None
+        for host, keys in zip(hosts, group_keys, strict=True):
+            host.refresh(keys)  # what it has itself must not make room for the rest
         self._ask()
 
     @property
