@@ -1,4 +1,7 @@
-"""Another process that stores into a pool as fast as the pool takes it, until it is killed."""
+"""Another process that stores into a pool as fast as the pool takes it, until it is killed.
+
+Started by `do_no_harm`; no benchmark of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,5 +29,4 @@ def main() -> None:
             tier.store(writes).wait_settled(10.0)
 
 
-if __name__ == "__main__":
-    main()
+main()
