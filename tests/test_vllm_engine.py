@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("block", "per_chunk", "engine"),
     [
-        (32, 1, {"prefix_match_unit": 16}),
+        (32, 1, {}),
         (32, 2, {"enable_prefix_caching": False}),
         (128, 1, {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}),
     ],
@@ -186,10 +186,10 @@ def test_late_and_damaged_storage_costs_time_and_nothing_else(tmp_path, model):
     }
     asks = [{"seed": seed, "length": 600} for seed in (1, 2)]
     first = run_engine(tmp_path, asks=asks, **settings)
-    hung = {**settings, "read_s": 60.0, "tier": {"io": "threads", "load_deadline_s": 0.2}}
+    hung = {**settings, "read_s": 25.0, "tier": {"io": "threads", "load_deadline_s": 0.2}}
     late = run_engine(tmp_path, asks=asks, **hung)
     assert [answer.cached for answer in late.answers] == [0, 0]
-    assert max(answer.took_s for answer in late.answers) < 40, "a request waited for hung storage"
+    assert max(answer.took_s for answer in late.answers) < 20, "a request waited for hung storage"
     assert [answer.tokens for answer in late.answers] == [a.tokens for a in first.answers]
     for segment in segment_files(tmp_path / "pool"):
         flip_byte(segment, segment.stat().st_size // 2)
