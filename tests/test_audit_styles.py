@@ -1,4 +1,4 @@
-"""The same fault in many writings: what people call a passage, a version, a pinned window."""
+"""The same fault in many writings, and as bare token ids (kvdepot.audit.idlogs)."""
 
 from __future__ import annotations
 
@@ -122,6 +122,39 @@ def test_token_ids_without_a_tokenizer_show_where_and_prove():
     assert first.cause == "request_id"
     assert first.position_p50 == 60
     assert (first.proved_tokens or 0) > 0.8 * 56 * 700
+
+
+def test_a_large_log_of_token_ids_gives_the_same_in_portions(monkeypatch):
+    rng = random.Random("styles large")
+    head = [rng.randrange(50_000) for _ in range(60)]
+    documents = [[rng.randrange(50_000) for _ in range(300)] for _ in range(4)]
+    rows = [
+        {
+            "timestamp": 1_790_000_000 + n,
+            "prompt_token_ids": [
+                *head,
+                60_000 + n,
+                *rng.choice(documents),
+                *rng.sample(range(50_000), 20),
+            ],
+        }
+        for n in range(150)
+    ]
+    whole = audit(reading_of(rows), "ids", AuditOptions())
+    monkeypatch.setattr("kvdepot.audit.run._IDS_AS_TEXT", 1000)
+    monkeypatch.setattr("kvdepot.audit.idlogs._SAMPLE_TOKENS", 1000)
+    monkeypatch.setattr("kvdepot.audit.idlogs._PORTION_TOKENS", 5000)
+    large = audit(reading_of(rows), "ids", AuditOptions())
+    assert large.totals == whole.totals
+    assert large.waterfall == whole.waterfall
+    assert large.grains == whole.grains
+    for ours, theirs in zip(large.findings, whole.findings, strict=True):
+        assert (ours.cause, ours.proved_tokens, ours.alone_tokens) == (
+            theirs.cause,
+            theirs.proved_tokens,
+            theirs.alone_tokens,
+        )
+        assert "told from 50 requests" in ours.evidence
 
 
 def test_json_is_sorted_in_its_own_style():

@@ -10,9 +10,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kvdepot.audit.records import Body, Record, parse_time
+import numpy as np
 
-__all__ = ["chat_records", "is_cut", "is_int_list"]
+from kvdepot.audit.records import Body, Record, parse_time
+from kvdepot.audit.tokenlog import MAX_TOKEN_ID, Ids
+
+__all__ = ["chat_records", "is_cut", "is_int_list", "packed_ids"]
 
 _WRAPPERS = (
     "body",
@@ -74,6 +77,17 @@ def is_int_list(value: object) -> bool:
     )
 
 
+def packed_ids(ids: list[int]) -> Ids:
+    """Token ids as an array.
+
+    Raises:
+        ValueError: an id is out of range.
+    """
+    if min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
+        raise ValueError(f"token ids must be between 0 and {MAX_TOKEN_ID}")
+    return np.array(ids, np.int32)
+
+
 def _spans(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A row as it is, or the spans of an OpenTelemetry export, attributes and all, in one level."""
     scopes = row.get("resourceSpans")
@@ -121,7 +135,7 @@ def _record(row: dict[str, Any], line: int) -> Record | None:
             ids = layer["prompt"]
         body = _body(layer)
         if ids is not None:
-            record.ids = ids
+            record.ids = packed_ids(ids)
         elif body is not None:
             record.body = body
         elif isinstance(layer.get("prompt"), str):

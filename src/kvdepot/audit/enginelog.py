@@ -13,7 +13,7 @@ import datetime as dt
 import re
 from typing import Any
 
-from kvdepot.audit.chatlog import is_int_list
+from kvdepot.audit.chatlog import is_int_list, packed_ids
 from kvdepot.audit.records import Problem, Record, parse_time
 
 __all__ = ["EngineLines", "EventTree", "is_event_row"]
@@ -47,13 +47,15 @@ class EngineLines:
         record = Record(line, _stamp(text), request_id=match["id"])
         if ids and ids != "None":
             numbers = [int(each) for each in ids[1:-1].split(",") if each.strip()]
-            record.ids = numbers or None
+            record.ids = packed_ids(numbers) if numbers else None
         if record.ids is None and match["prompt"] != "None":
             record.prompt = str(ast.literal_eval(match["prompt"]))
         if record.ids is None and record.prompt is None:
             self._without_prompt += 1
             return False
-        self._lengths.append(len(record.ids) if record.ids else len(record.prompt or ""))
+        self._lengths.append(
+            len(record.ids) if record.ids is not None else len(record.prompt or "")
+        )
         lora = _LORA.search(text)
         if lora and lora["lora"] != "None":
             record.extra = (("lora", lora["lora"]),)
@@ -205,7 +207,7 @@ class EventTree:
                     at,
                     session=event.get("session_id"),
                     extra=tuple((name, str(value)) for name, value in extra if value),
-                    ids=ids,
+                    ids=packed_ids(ids),
                 )
             )
         return records

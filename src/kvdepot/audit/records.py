@@ -7,6 +7,8 @@ import datetime as dt
 import re
 from typing import Any, NamedTuple
 
+from kvdepot.audit.tokenlog import Ids
+
 __all__ = ["Body", "Problem", "Reading", "Record", "Trace", "parse_time"]
 
 #: an OpenAI request body as decoded JSON
@@ -46,7 +48,8 @@ class Record:
     extra: tuple[tuple[str, str], ...] = ()
     body: Body | None = None
     prompt: str | None = None
-    ids: list[int] | None = None
+    #: int32, never a list: a Python integer takes ten times as much
+    ids: Ids | None = None
     trace: Trace | None = None
     #: tokens that the server counted, and how many of them it had cached
     usage_prompt: int | None = None

@@ -19,6 +19,7 @@ from kvdepot.audit.findings import (
     prompt_findings,
     waterfall,
 )
+from kvdepot.audit.idlogs import id_parts, words_of
 from kvdepot.audit.model import ModelParts, load_model
 from kvdepot.audit.parts import Parts, trace_parts
 from kvdepot.audit.peel import THRESHOLD, Peeling, peel, peel_sampled
@@ -45,6 +46,8 @@ __all__ = ["SAMPLE_REQUESTS", "AuditOptions", "audit"]
 _ENGINE_SHARE = 0.05
 _EARLY_SHARE = 0.03
 _LOST_PER_REQUEST = 16
+#: more token ids than these are not turned into words all at once
+_IDS_AS_TEXT = 3_000_000
 #: larger logs are searched in a sample of sessions, and proved in full
 SAMPLE_REQUESTS = 2000
 _KIND_ANSWERS = {
@@ -154,10 +157,20 @@ def _prompt_parts(
     options: AuditOptions,
     tell: Callable[[str], None],
 ) -> Parts:
-    records = _with_text(ordered.records, model)
     is_words = any(each.ids is not None for each in ordered.records) and not isinstance(
         model.encoder, ModelEncoder
     )
+    if is_words and _id_tokens(ordered.records) > _IDS_AS_TEXT:
+        return id_parts(
+            ordered.records,
+            model.renderer,
+            block_tokens=options.block_tokens,
+            threshold=options.threshold,
+            show_values=options.show_values,
+            prefill_tokens_per_s=options.prefill_tokens_per_s,
+            tell=tell,
+        )
+    records = _with_text(ordered.records, model)
     memo = PieceMemo(PseudoEncoder() if is_words else model.encoder)
     workshop = Workshop(model.renderer, memo, options.block_tokens)
     traffic = _renderable(Traffic.of(records), workshop, reading)
@@ -199,6 +212,10 @@ def _prompt_parts(
     )
 
 
+def _id_tokens(records: list[Record]) -> int:
+    return sum(len(record.ids) for record in records if record.ids is not None)
+
+
 def _edited_blocks(peeling: Peeling, workshop: Workshop) -> BlockLog | None:
     if not peeling.steps:
         return None
@@ -215,10 +232,10 @@ def _with_text(records: list[Record], model: ModelParts) -> list[Record]:
         if record.ids is None:
             made.append(record)
         elif isinstance(encoder, ModelEncoder):
-            made.append(dataclasses.replace(record, prompt=encoder.decode(record.ids), ids=None))
+            text = encoder.decode(record.ids.tolist())
+            made.append(dataclasses.replace(record, prompt=text, ids=None))
         else:
-            words = " ".join(f"~{each}~1" for each in record.ids)
-            made.append(dataclasses.replace(record, prompt=words, ids=None))
+            made.append(dataclasses.replace(record, prompt=words_of(record.ids), ids=None))
     return made
 
 

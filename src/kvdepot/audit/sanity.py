@@ -64,7 +64,12 @@ def _without_doubles(records: list[Record]) -> tuple[list[Record], int]:
             kept.append(each)
             continue
         content = msgspec.json.encode(
-            [each.body and each.body.get("messages"), each.prompt, each.ids, each.time_s]
+            [
+                each.body and each.body.get("messages"),
+                each.prompt,
+                each.ids is not None and each.ids.tobytes(),
+                each.time_s,
+            ]
         )
         key = (each.request_id, hashlib.sha256(content).digest())
         if key not in seen:

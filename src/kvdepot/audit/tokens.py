@@ -187,9 +187,15 @@ def _add(pieces: list[str], text: str, lines: re.Pattern[str] | None) -> None:
 
 
 class PieceMemo:
-    """Tokenizes prompts piece by piece. Keeps what it saw, up to half a GiB."""
+    """Tokenizes prompts piece by piece. Keeps what it saw, up to half a GiB.
 
-    def __init__(self, encoder: Encoder) -> None:
+    Args:
+        encoder: tokenizes pieces.
+        keeps: False for prompts of one piece each, which do not come again.
+    """
+
+    def __init__(self, encoder: Encoder, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self.encoder = encoder
         #: where prompts are cut; see `verify`
         self.cuts = "lines"
@@ -216,7 +222,7 @@ class PieceMemo:
         known = self._known
         missing = [piece for piece in dict.fromkeys(pieces) if piece not in known]
         if missing:
-            if self._bytes > _MEMO_BYTES:
+            if self._bytes > _MEMO_BYTES or not self._keeps:
                 known.clear()
                 self._bytes = 0
                 missing = list(dict.fromkeys(pieces))

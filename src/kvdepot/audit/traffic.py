@@ -42,7 +42,7 @@ class Traffic:
     """Requests in the order of time; the lists are of equal length and are not changed."""
 
     records: list[Record]
-    bodies: list[Body]
+    bodies: Sequence[Body]
     times_s: list[float]
     #: number of the session, -1 where it is not known
     sessions: list[int]
@@ -56,7 +56,7 @@ class Traffic:
         """How many."""
         return len(self.records)
 
-    def edited(self, bodies: list[Body]) -> Traffic:
+    def edited(self, bodies: Sequence[Body]) -> Traffic:
         """The same requests with other bodies."""
         return dataclasses.replace(self, bodies=bodies)
 
