@@ -86,14 +86,19 @@ def look_at_ids(
 
     Args:
         records: in the order of time, with ids.
-        traffic: the same, with `IdBodies`.
+        traffic: the same; its bodies are not looked at.
         workshop: with an encoder of pseudo-words that keeps nothing.
         threshold: see `peel`.
         show_values: see `Shown`.
         prefill_tokens_per_s: see `Shown`.
     """
-    prompts = [record.ids for record in records if record.ids is not None]
-    log = workshop.log_of_ids(traffic, prompts)
+    log = workshop.log_of_ids(traffic, [each.ids for each in records if each.ids is not None])
+    # the ids are in the log now: no second copy is kept
+    for number, record in enumerate(records):
+        record.ids = log.prompt(number)
+    traffic = dataclasses.replace(
+        traffic, bodies=IdBodies([log.prompt(number) for number in range(log.requests)])
+    )
     blocks = workshop.blocks(log)
     hits = blocks.hit_tokens()
     exact, _ = exact_hits(log, blocks)
@@ -196,11 +201,8 @@ def id_parts(
     """The parts of a result for a large log of ids."""
     known = [record for record in records if record.ids is not None]
     workshop = Workshop(renderer, PieceMemo(PseudoEncoder(), keeps=False), block_tokens)
-    # without text: bodies are made when they are looked at
     bare = Traffic.of([dataclasses.replace(record, ids=None, prompt="") for record in known])
-    traffic = dataclasses.replace(
-        bare, records=known, bodies=IdBodies([each.ids for each in known if each.ids is not None])
-    )
+    traffic = dataclasses.replace(bare, records=known)
     tell(f"{len(known)} requests of token ids: passes, and what edits prove")
     found = look_at_ids(
         known,
