@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvdepot.engines.vllm.cpu_worker import CpuCopyWorker
 from kvdepot.errors import ConfigError
 from kvdepot.io.host import unlink_shared_memory
+from kvdepot.io.hugepages import gather_pages_behind
 
 __all__ = ["CpuTieringSpec"]
 
@@ -35,11 +36,15 @@ class CpuTieringSpec(TieringOffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """The manager of this engine's tiers, in the scheduler's process."""
+        is_new = self._manager is None
         manager = super().get_manager()
-        if self._scheduler_mmap is not None:
+        region = self._scheduler_mmap
+        if is_new and region is not None and region.fd is not None:
+            # on a GPU the region is pinned, and stays as it is
+            gather_pages_behind(region.fd, region.total_size_bytes)
             # vLLM makes the scheduler after its workers, so all who share the region have mapped it:
             # without a name it goes with the last of them, however they end
-            unlink_shared_memory(self._scheduler_mmap.mmap_path)
+            unlink_shared_memory(region.mmap_path)
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> CpuCopyWorker:
