@@ -110,22 +110,47 @@ def look_at_ids(
         sample, workshop, show_values=show_values, prefill_tokens_per_s=prefill_tokens_per_s
     )
     told = prompt_findings(found, shown)
+    findings, bars = _proved(
+        traffic,
+        workshop,
+        now,
+        steps=found.steps,
+        told=told,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+    )
+    if findings:
+        more = f"; told from {sample.requests} requests, proved on all"
+        findings = [
+            msgspec.structs.replace(each, evidence=each.evidence + more) for each in findings
+        ]
+        estimate = int(shared.copied.sum())
+        findings[0] = msgspec.structs.replace(findings[0], estimate_tokens=estimate)
+    proved = sum(each.proved_tokens or 0 for each in findings)
+    return IdLog(log, hits, exact, shared.copied, findings, bars, proved)
+
+
+def _proved(
+    traffic: Traffic,
+    workshop: Workshop,
+    now: Measure,
+    *,
+    steps: Sequence[Step],
+    told: Sequence[Finding],
+    prefill_tokens_per_s: float,
+) -> tuple[list[Finding], list[WaterfallBar]]:
+    """Findings of a sample with the numbers of the whole, and the whole's waterfall."""
     bars = [
         WaterfallBar(name="now", input_tokens=now.input_tokens, reused_tokens=now.reused_tokens)
     ]
     findings = []
     before = now
-    for number, (step, finding) in enumerate(zip(found.steps, told, strict=False)):
-        after = _measured(traffic, workshop, found.steps[: number + 1])
+    for number, (step, finding) in enumerate(zip(steps, told, strict=False)):
+        after = _measured(traffic, workshop, steps[: number + 1])
         alone = after if number == 0 else _measured(traffic, workshop, [step])
         gain = proved_tokens(before, after, step.edit.what)
         findings.append(
             msgspec.structs.replace(
                 finding,
-                evidence=f"{finding.evidence}; told from {sample.requests} requests, proved on all",
-                estimate_tokens=int(shared.copied.sum())
-                if number == 0
-                else finding.estimate_tokens,
                 proved_tokens=gain,
                 proved_points=round(100 * gain / max(now.input_tokens, 1), 2),
                 alone_tokens=proved_tokens(now, alone, step.edit.what),
@@ -142,8 +167,7 @@ def look_at_ids(
             )
         )
         before = after
-    proved = sum(each.proved_tokens or 0 for each in findings)
-    return IdLog(log, hits, exact, shared.copied, findings, bars, proved)
+    return findings, bars
 
 
 def _sampled(log: TokenLog) -> list[int]:
