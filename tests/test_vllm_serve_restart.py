@@ -49,7 +49,8 @@ def test_a_restarted_server_answers_a_follow_up_from_the_pool(model, tmp_path):
         assert computed.cached_tokens == 0
     assert f"blocks of {BLOCK} tokens" in server.log.read_text()
     assert segments(pool)
-    assert not list((pool / "tmp").iterdir())
+    # vLLM kills its children when it ends, the I/O process too; what was being written is swept later
+    unfinished = {path.name for path in (pool / "tmp").iterdir()}
 
     shared = common_prefix(asked.prompt, computed.prompt)
     expected = shared // BLOCK * BLOCK
@@ -64,6 +65,7 @@ def test_a_restarted_server_answers_a_follow_up_from_the_pool(model, tmp_path):
         again = server.ask(second, tokens=16)
         assert again.tokens == computed.tokens
         assert server.cached_from("disk") == expected
+        assert unfinished.isdisjoint(path.name for path in (pool / "tmp").iterdir())
 
 
 def common_prefix(one, other):
