@@ -45,10 +45,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder):
+def model(folder):
     from tests.vllm_models import tiny_llama
 
-    model = tiny_llama(folder / "model")
+    return tiny_llama(folder / "model")
+
+
+@pytest.fixture
+def server(folder, model):
+    """One for each fault: after a few of them in a row a root is left alone for a while."""
     pool = folder / "disk" / "pool"
     with serving(model, pool, folder / "log", options=OPTIONS, arguments=ARGUMENTS) as server:
         yield server

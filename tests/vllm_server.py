@@ -113,6 +113,9 @@ class Server:
             if time.monotonic() > until_s:
                 raise AssertionError(f"the caches are not emptied\n{self.tail()}")
             time.sleep(0.2)
+        # nothing is shared until a request has had the model's files looked at, on a thread
+        self.ask([1, 2, 3], tokens=1)
+        time.sleep(1.0)
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Have a LoRA adapter loaded, to be asked as a model of that name."""
