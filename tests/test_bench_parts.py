@@ -147,6 +147,7 @@ vllm:prompt_tokens_by_source_created{model_name="m",source="local_compute"} 1.7e
 vllm:kvdepot_load_bytes_total{tier="kvdepot"} 4096.0
 vllm:kv_offload_tiering_read_bytes_total{tier="kvdepot"} 5000.0
 kvdepot_corrupt_blocks_total 2
+vllm:cache_config_info{block_size="64",cache_dtype="auto"} 1.0
 """
 
 
@@ -157,6 +158,7 @@ def test_engines_metrics_become_one_form():
     assert found.load_bytes == 4096
     assert found.corrupt_blocks == 2
     assert found.store_bytes is None
+    assert found.block_tokens == 64
     assert counts_of(None) == Counts()
     embedded = counts_of('kvdepot_engine_prompt_tokens_total{source="disk"} 7.0\n')
     assert embedded.tokens == {"disk": 7}

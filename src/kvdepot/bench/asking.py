@@ -17,7 +17,7 @@ from kvdepot.bench.scrape import Counts, counts_of, difference
 from kvdepot.bench.windows import Attribution, Edge, Probe
 from kvdepot.clock import Clock
 
-__all__ = ["Asker", "edge_of", "settled_counts"]
+__all__ = ["Asker", "block_tokens_of", "edge_of", "settled_counts"]
 
 _OUTPUT_CHARACTERS = 400
 _GAP_DIGITS = 5
@@ -126,6 +126,12 @@ def _filled(base: Row, prompt: Prompt, answer: Answer, due_s: float | None) -> R
         gaps_s=[round(b - a, _GAP_DIGITS) for a, b in pairwise(times)],
         events=len(times),
     )
+
+
+async def block_tokens_of(client: Client, arm: Arm) -> int:
+    """Tokens of the blocks that the engine reuses: what it says, or what the arm says if that is more."""
+    told = counts_of(await client.metrics()).block_tokens
+    return max(arm.block_tokens, told or 1)
 
 
 async def settled_counts(client: Client) -> Counts:

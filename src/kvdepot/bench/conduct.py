@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvdepot.bench.asking import Asker, edge_of
+from kvdepot.bench.asking import Asker, block_tokens_of, edge_of
 from kvdepot.bench.client import Client, Endpoint, Prompt
 from kvdepot.bench.launch import Launcher, Running
 from kvdepot.bench.oracle import Shadow
@@ -208,7 +208,7 @@ class Conductor:
     async def _measure(self, client: Client, running: Running, place: _Place) -> None:
         arm, each = place.arm, place.round
         name = f"run {place.run + 1}, {arm.name}, {each.name}"
-        shadow = self._shadow or Shadow(arm.block_tokens)
+        shadow = self._shadow or Shadow(await block_tokens_of(client, arm))
         self._shadow = shadow
         asker = Asker(client, shadow, self._session.add_row, is_alone=True)
         notes = await self._reset(client, running, each)

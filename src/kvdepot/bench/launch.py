@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -113,6 +114,7 @@ class CommandLauncher:
         log = self._logs / f"{self._starts:03d}-{arm.name}.log"
         places = {
             "{port}": str(port),
+            "{python}": sys.executable,
             "{pool}": arm.pool,
             "{model}": arm.model,
             "{out}": str(self._logs.parent),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvdepot.bench.asking import Asker, edge_of
+from kvdepot.bench.asking import Asker, block_tokens_of, edge_of
 from kvdepot.bench.client import Client, Endpoint, Prompt
 from kvdepot.bench.conduct import Tell
 from kvdepot.bench.launch import Launcher, Running
@@ -242,7 +242,7 @@ class LoadRunner:
         if place.traffic.common_tokens:
             text = self._material.text[: 4 * place.traffic.common_tokens]
             common = units_of(await client.token_ids(text), text)
-        return Shadow(place.arm.block_tokens, common=common)
+        return Shadow(await block_tokens_of(client, place.arm), common=common)
 
     def _made(
         self, place: LoadPlace, running: Running, begin: Edge, end: Edge, log: bytes

@@ -49,7 +49,7 @@ class Arm(_Data, frozen=True, kw_only=True):
 
     name: str
     role: Role
-    #: a command with {port}, {pool}, {model} and {out} in it; empty: the engine runs already, or is
+    #: a command with {port}, {pool}, {model}, {out} and {python} in it; empty: the engine runs already, or is
     #: started by hand
     command: tuple[str, ...] = ()
     environment: dict[str, str] = {}

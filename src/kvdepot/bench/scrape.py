@@ -90,7 +90,7 @@ def counts_of(page: str | None) -> Counts:
         load_bytes=total("kvdepot_load_bytes_total", "kv_offload_tiering_read_bytes_total"),
         store_bytes=total("kvdepot_store_bytes_total", "kv_offload_tiering_write_bytes_total"),
         token_bytes=total("kvdepot_engine_kv_token_bytes"),
-        block_tokens=total("kvdepot_engine_block_tokens"),
+        block_tokens=total("kvdepot_engine_block_tokens") or _vllm_block(samples),
         given_up_blocks=together(
             "kvdepot_load_given_up_blocks_total", "kvdepot_load_late_blocks_total"
         ),
@@ -102,6 +102,15 @@ def counts_of(page: str | None) -> Counts:
         ),
         preemptions=total("vllm:num_preemptions_total"),
     )
+
+
+def _vllm_block(samples: Samples) -> int | None:
+    """vLLM tells its block size in a label; it reuses whole blocks."""
+    for name, labels in samples:
+        size = dict(labels).get("block_size", "")
+        if name == "vllm:cache_config_info" and size.isdigit():
+            return int(size)
+    return None
 
 
 def difference(after: Counts, before: Counts) -> Counts | None:

@@ -14,6 +14,8 @@ from kvdepot.errors import ConfigError
 __all__ = ["embedded_arms", "read_arms", "url_arms", "vllm_arms"]
 
 _EMBEDDED_BLOCK_TOKENS = 16
+#: put in when it is started, so that a plan does not name somebody's folders
+_PYTHON = "{python}"
 _DRAIN = ("/drain",)
 #: what every vLLM arm is started with: the account of cached tokens is off by default
 _VLLM_ACCOUNT = ("--enable-prompt-tokens-details",)
@@ -38,7 +40,7 @@ def embedded_arms(*, model: str, pool: str, host_bytes: int) -> list[Arm]:
         fields = {"model": model, "load_share": _LOAD_SHARE, **settings}
         # the port is put in when it is known
         body = msgspec.json.encode(fields).decode()[:-1] + ',"port":{port}}'
-        return (sys.executable, "-P", "-m", "kvdepot.serving", body)
+        return (_PYTHON, "-P", "-m", "kvdepot.serving", body)
 
     return [
         Arm(name="recompute", role="recompute", command=command(), settles=_DRAIN),
@@ -84,6 +86,7 @@ def vllm_arms(
         arguments: for vLLM, in all arms.
         environment: variables, in all arms.
     """
+    serve = tuple(_PYTHON if word == sys.executable else word for word in serve)
     common = ("--port", "{port}", *_VLLM_ACCOUNT, *arguments)
     shared = {"model": model, "environment": dict(environment)}
     arms = [
@@ -92,7 +95,7 @@ def vllm_arms(
             "kvdepot",
             "tier",
             (
-                *(sys.executable, "-P", "-m", "kvdepot", "serve", model),
+                *(_PYTHON, "-P", "-m", "kvdepot", "serve", model),
                 *("--pool", "{pool}", "--host-bytes", str(host_bytes)),
                 *("--", *common),
             ),

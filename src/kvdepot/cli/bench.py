@@ -28,6 +28,8 @@ app = App(
 _Lang = Literal["en", "zh"]
 _Part = Literal["rounds", "peak", "contention"]
 _POOL = "pool"
+#: intervals of fewer runs are too narrow to decide by
+_RUNS_MIN = 5
 
 
 @Parameter(name="*")
@@ -102,7 +104,8 @@ def run(
 
     chosen = preset(plan) if plan in PRESETS else read_plan(read_whole(plan), plan)
     if runs is not None:
-        chosen = msgspec.structs.replace(chosen, runs=runs, is_indicative=True)
+        is_indicative = chosen.is_indicative or runs < _RUNS_MIN
+        chosen = msgspec.structs.replace(chosen, runs=runs, is_indicative=is_indicative)
     chosen = _parts(chosen, only)
     material = shipped_material() if document is None else read_material(str(document))
     with BenchShow() as show:
