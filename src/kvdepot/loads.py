@@ -8,7 +8,7 @@ Used by one engine thread. Nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvdepot.clock import Clock
 from kvdepot.policy.breaker import Fault
@@ -16,10 +16,10 @@ from kvdepot.policy.policies import LoadTicket, Policies
 from kvdepot.policy.reasons import Reason
 from kvdepot.tiers import Job, Outcome, Read, Tier, Turn
 
-__all__ = ["Loads", "reason_of"]
+__all__ = ["FAULTS", "Loads", "reason_of", "worst_of"]
 
-#: the worst first
-_FAULTS = {
+#: what an outcome says of the storage; the worst first
+FAULTS = {
     Outcome.CORRUPT: Fault.CORRUPT,
     Outcome.FAILED: Fault.ERROR,
     Outcome.LATE: Fault.LATE,
@@ -116,7 +116,8 @@ class Loads:
     def _tell(self, load: _Load) -> None:
         job = load.job
         outcomes = set(job.outcomes)
-        fault = next((fault for outcome, fault in _FAULTS.items() if outcome in outcomes), None)
+        worst = worst_of(outcomes)
+        fault = FAULTS[worst] if worst is not None else None
         if fault is None and Outcome.CANCELLED in outcomes:
             fault = Fault.LATE
         ended_s = job.finished_s if job.finished_s is not None else self._clock.monotonic_s()
@@ -129,6 +130,11 @@ class Loads:
             fault=fault,
             is_unwanted=is_unwanted,
         )
+
+
+def worst_of(outcomes: Collection[Outcome]) -> Outcome | None:
+    """The outcome that says the worst of the storage; None when none speaks against it."""
+    return next((outcome for outcome in FAULTS if outcome in outcomes), None)
 
 
 def reason_of(outcome: Outcome) -> Reason | None:

@@ -130,6 +130,13 @@ class Catalog:
         """All known segments."""
         return [e for folder in self._folders.values() for e in folder.entries.values()]
 
+    def by_namespace(self) -> dict[str, list[SegmentEntry]]:
+        """All known segments by their namespace; one without segments is there too. Reads the folder."""
+        found: dict[str, list[SegmentEntry]] = {name: [] for name in self._namespaces()}
+        for entry in self.entries():
+            found.setdefault(entry.namespace, []).append(entry)
+        return found
+
     def knows(self, entry: SegmentEntry) -> bool:
         """Whether a segment is listed still."""
         folder = self._folders.get((entry.namespace, entry.hour))

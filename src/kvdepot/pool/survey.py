@@ -16,7 +16,7 @@ from kvdepot.identity import Identity, decode_manifest
 from kvdepot.io.buffers import ALIGNMENT, aligned_bytes
 from kvdepot.io.disk import Disk, DiskFile, Space
 from kvdepot.keys import BlockKey
-from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry, is_namespace
+from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry
 from kvdepot.pool.poolfile import MANIFEST_FILE, PoolFile, read_pool_file
 from kvdepot.pool.segment import HEADER_BYTES, Records, block_checksum, decode_header
 from kvdepot.pool.segments import read_records
@@ -80,18 +80,13 @@ def survey(disk: Disk, *, clock: Clock | None = None) -> PoolSurvey:
     pool = _pool_file(disk)
     catalog = Catalog(disk, clock or SystemClock())
     catalog.refresh(is_full=True)
-    by_namespace: dict[str, list[SegmentEntry]] = {
-        info.name: [] for info in disk.files(NAMESPACE_FOLDER) if is_namespace(info)
-    }
-    for entry in catalog.entries():
-        by_namespace.setdefault(entry.namespace, []).append(entry)
     unfinished = catalog.tmp_entries()
     return PoolSurvey(
         place=disk.place,
         pool=pool,
         namespaces=tuple(
             _survey_namespace(disk, digest, entries)
-            for digest, entries in sorted(by_namespace.items())
+            for digest, entries in sorted(catalog.by_namespace().items())
         ),
         used_bytes=catalog.used_bytes,
         unfinished=len(unfinished),

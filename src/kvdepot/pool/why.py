@@ -15,7 +15,7 @@ from kvdepot.identity import Identity, decode_manifest, differences
 from kvdepot.io.disk import Disk
 from kvdepot.keys import BlockKey, RequestExtras, block_keys, group_key
 from kvdepot.policy.reasons import ADVICE, Reason
-from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry, is_namespace
+from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry
 from kvdepot.pool.poolfile import MANIFEST_FILE, read_pool_file
 from kvdepot.pool.segments import read_records
 
@@ -67,11 +67,7 @@ def why(
         )
     catalog = Catalog(disk, clock or SystemClock())
     catalog.refresh(is_full=True)
-    entries: dict[str, list[SegmentEntry]] = {
-        info.name: [] for info in disk.files(NAMESPACE_FOLDER) if is_namespace(info)
-    }
-    for entry in catalog.entries():
-        entries.setdefault(entry.namespace, []).append(entry)
+    entries = catalog.by_namespace()
     looks = [_Look(disk, digest, found, token_ids, salt) for digest, found in entries.items()]
     looks.sort(key=lambda look: (-look.found, look.digest))
     return [look.answer(looks) for look in looks if look.digest.startswith(namespace.lower())]

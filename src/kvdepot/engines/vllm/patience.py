@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvdepot.clock import Clock
+from kvdepot.loads import FAULTS, reason_of, worst_of
 from kvdepot.metrics import Counters
 from kvdepot.plans import CostKeeper
-from kvdepot.policy.breaker import Fault
 from kvdepot.policy.deadline import slack_of
 from kvdepot.policy.decide import Ask, Mode, Run
 from kvdepot.policy.policies import LoadTicket, Policies
@@ -30,11 +30,6 @@ __all__ = ["Patience", "Wait"]
 _REQUESTS_MAX = 4096
 #: a load may take so many times as long as is expected at the slower end
 _DOUBT = 2.0
-_FAULTS = {
-    Outcome.CORRUPT: Fault.CORRUPT,
-    Outcome.FAILED: Fault.ERROR,
-    Outcome.LATE: Fault.LATE,
-}
 
 
 class Wait(NamedTuple):
@@ -143,7 +138,8 @@ class Patience:
             self._open.remove(entry)
             ticket, job = entry
             outcomes = set(job.outcomes)
-            fault = next((fault for seen, fault in _FAULTS.items() if seen in outcomes), None)
+            worst = worst_of(outcomes)
+            fault = FAULTS[worst] if worst is not None else None
             ended_s = self._clock.monotonic_s() if job.finished_s is None else job.finished_s
             self.policies.load_ended(
                 ticket,
@@ -152,12 +148,8 @@ class Patience:
                 fault=fault,
                 is_unwanted=fault is None and outcomes != {Outcome.DONE},
             )
-            if fault is not None:
-                reason = {
-                    Fault.CORRUPT: Reason.CORRUPT,
-                    Fault.ERROR: Reason.FAILED,
-                    Fault.LATE: Reason.DEADLINE,
-                }[fault]
+            reason = reason_of(worst) if worst is not None else None
+            if reason is not None:
                 self._counters.add(f"reuse_ended_{reason.value}_total")
             if ticket.is_probe:
                 self._probing = None
