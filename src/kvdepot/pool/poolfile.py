@@ -17,6 +17,7 @@ __all__ = [
     "MANIFEST_FILE",
     "POOL_FILE",
     "PoolFile",
+    "need_pool_file",
     "open_namespace",
     "open_pool_file",
     "read_pool_file",
@@ -135,6 +136,21 @@ def _publish_small(disk: Disk, path: str, text: bytes) -> None:
         raise
     if not is_published:
         disk.remove(tmp)
+
+
+def need_pool_file(disk: Disk) -> PoolFile:
+    """The content of pool.json, for what looks at a pool from outside.
+
+    Raises:
+        ConfigError: there is no pool.
+        UnknownVersion, FormatError: as `read_pool_file`.
+    """
+    found = read_pool_file(disk)
+    if found is None:
+        raise ConfigError(
+            f"{disk.place} holds no pool", hint="name the folder that holds pool.json"
+        )
+    return found
 
 
 def read_pool_file(disk: Disk) -> PoolFile | None:

@@ -17,7 +17,7 @@ from kvdepot.io.buffers import ALIGNMENT, aligned_bytes
 from kvdepot.io.disk import Disk, DiskFile, Space
 from kvdepot.keys import BlockKey
 from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry
-from kvdepot.pool.poolfile import MANIFEST_FILE, PoolFile, read_pool_file
+from kvdepot.pool.poolfile import MANIFEST_FILE, PoolFile, need_pool_file
 from kvdepot.pool.segment import HEADER_BYTES, Records, block_checksum, decode_header
 from kvdepot.pool.segments import read_records
 from kvdepot.units import MIB, round_up
@@ -77,7 +77,7 @@ def survey(disk: Disk, *, clock: Clock | None = None) -> PoolSurvey:
         UnknownVersion, FormatError: it is of another format.
         PoolError: the storage refused.
     """
-    pool = _pool_file(disk)
+    pool = need_pool_file(disk)
     catalog = Catalog(disk, clock or SystemClock())
     catalog.refresh(is_full=True)
     unfinished = catalog.tmp_entries()
@@ -104,22 +104,13 @@ def scrub(disk: Disk, *, clock: Clock | None = None) -> Iterator[SegmentCheck]:
     Raises:
         ConfigError, UnknownVersion, FormatError: as `survey`.
     """
-    _pool_file(disk)
+    need_pool_file(disk)
     catalog = Catalog(disk, clock or SystemClock())
     catalog.refresh(is_full=True)
     for entry in sorted(catalog.entries(), key=lambda each: each.path):
         check = _check_segment(disk, entry)
         if check is not None:
             yield check
-
-
-def _pool_file(disk: Disk) -> PoolFile:
-    pool = read_pool_file(disk)
-    if pool is None:
-        raise ConfigError(
-            f"{disk.place} holds no pool", hint="name the folder that holds pool.json"
-        )
-    return pool
 
 
 def _survey_namespace(disk: Disk, digest: str, entries: list[SegmentEntry]) -> NamespaceSurvey:

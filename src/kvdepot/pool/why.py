@@ -16,7 +16,7 @@ from kvdepot.io.disk import Disk
 from kvdepot.keys import BlockKey, RequestExtras, block_keys, group_key
 from kvdepot.policy.reasons import ADVICE, Reason
 from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry
-from kvdepot.pool.poolfile import MANIFEST_FILE, read_pool_file
+from kvdepot.pool.poolfile import MANIFEST_FILE, need_pool_file
 from kvdepot.pool.segments import read_records
 
 __all__ = ["NamespaceAnswer", "why"]
@@ -61,10 +61,7 @@ def why(
         ConfigError: there is no pool, or the prompt cannot be keyed.
         PoolError: the storage refused.
     """
-    if read_pool_file(disk) is None:
-        raise ConfigError(
-            f"{disk.place} holds no pool", hint="name the folder that holds pool.json"
-        )
+    need_pool_file(disk)
     catalog = Catalog(disk, clock or SystemClock())
     catalog.refresh(is_full=True)
     entries = catalog.by_namespace()
