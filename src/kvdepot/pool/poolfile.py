@@ -20,6 +20,7 @@ __all__ = [
     "need_pool_file",
     "open_namespace",
     "open_pool_file",
+    "read_manifest",
     "read_pool_file",
     "restore_manifest",
     "restore_pool_file",
@@ -136,6 +137,15 @@ def _publish_small(disk: Disk, path: str, text: bytes) -> None:
         raise
     if not is_published:
         disk.remove(tmp)
+
+
+def read_manifest(disk: Disk, digest: str) -> Identity | None:
+    """A namespace's identity; None where its manifest is missing or cannot be read."""
+    try:
+        text = disk.read_small(f"{NAMESPACE_FOLDER}/{digest}/{MANIFEST_FILE}")
+        return decode_manifest(text) if text is not None else None
+    except (ConfigError, PoolError):
+        return None
 
 
 def need_pool_file(disk: Disk) -> PoolFile:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import msgspec
 
 from kvdepot.clock import Clock, SystemClock
-from kvdepot.errors import ConfigError, FormatError, PoolError
-from kvdepot.identity import Identity, decode_manifest
+from kvdepot.errors import FormatError, PoolError
+from kvdepot.identity import Identity
 from kvdepot.io.buffers import ALIGNMENT, aligned_bytes
 from kvdepot.io.disk import Disk, DiskFile, Space
 from kvdepot.keys import BlockKey
-from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry
-from kvdepot.pool.poolfile import MANIFEST_FILE, PoolFile, need_pool_file
+from kvdepot.pool.catalog import Catalog, SegmentEntry
+from kvdepot.pool.poolfile import PoolFile, need_pool_file, read_manifest
 from kvdepot.pool.segment import HEADER_BYTES, Records, block_checksum, decode_header
 from kvdepot.pool.segments import read_records
 from kvdepot.units import MIB, round_up
@@ -124,20 +124,12 @@ def _survey_namespace(disk: Disk, digest: str, entries: list[SegmentEntry]) -> N
         blocks += 0 if records is None else len(records)
     return NamespaceSurvey(
         digest=digest,
-        identity=_manifest(disk, digest),
+        identity=read_manifest(disk, digest),
         segments=len(entries),
         segment_bytes=sum(entry.length_bytes for entry in entries),
         blocks=blocks,
         bad_segments=bad,
     )
-
-
-def _manifest(disk: Disk, digest: str) -> Identity | None:
-    try:
-        text = disk.read_small(f"{NAMESPACE_FOLDER}/{digest}/{MANIFEST_FILE}")
-        return decode_manifest(text) if text is not None else None
-    except (ConfigError, PoolError):
-        return None
 
 
 def _check_segment(disk: Disk, entry: SegmentEntry) -> SegmentCheck | None:

@@ -11,12 +11,12 @@ import msgspec
 
 from kvdepot.clock import Clock, SystemClock
 from kvdepot.errors import ConfigError, FormatError, PoolError, Uncacheable
-from kvdepot.identity import Identity, decode_manifest, differences
+from kvdepot.identity import differences
 from kvdepot.io.disk import Disk
 from kvdepot.keys import BlockKey, RequestExtras, block_keys, group_key
 from kvdepot.policy.reasons import ADVICE, Reason
-from kvdepot.pool.catalog import NAMESPACE_FOLDER, Catalog, SegmentEntry
-from kvdepot.pool.poolfile import MANIFEST_FILE, need_pool_file
+from kvdepot.pool.catalog import Catalog, SegmentEntry
+from kvdepot.pool.poolfile import need_pool_file, read_manifest
 from kvdepot.pool.segments import read_records
 
 __all__ = ["NamespaceAnswer", "why"]
@@ -82,7 +82,7 @@ class _Look:
         salt: str | None,
     ) -> None:
         self.digest = digest
-        self.identity = _manifest(disk, digest)
+        self.identity = read_manifest(disk, digest)
         self.blocks = self.found = self.found_without_salt = 0
         self.has_later = False
         self._has_salt = salt is not None
@@ -175,11 +175,3 @@ def _present(
             keys = {BlockKey(joined[start : start + 32]) for start in range(0, len(joined), 32)}
             found |= keys & wanted
     return found
-
-
-def _manifest(disk: Disk, digest: str) -> Identity | None:
-    try:
-        text = disk.read_small(f"{NAMESPACE_FOLDER}/{digest}/{MANIFEST_FILE}")
-        return decode_manifest(text) if text is not None else None
-    except (ConfigError, PoolError):
-        return None
