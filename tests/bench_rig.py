@@ -14,6 +14,7 @@ from kvdepot.bench.conduct import Conductor
 from kvdepot.bench.launch import Running
 from kvdepot.bench.plan import Arm, Plan, preset
 from kvdepot.bench.prompts import shipped_material
+from kvdepot.bench.rig import Rig
 from kvdepot.bench.session import open_session
 from kvdepot.bench.summary import summarise
 from kvdepot.clock import SystemClock
@@ -142,5 +143,5 @@ def measured(
         clock = SystemClock()
         # the fake counts at once
         with mock.patch("kvdepot.bench.asking._COUNT_INTERVAL_S", 0.0):
-            Conductor(session, material, launcher, probe, clock=clock, tell=tell).run()
+            Conductor(Rig(session, material, launcher, probe, clock, tell)).run()
         return summarise(session)

@@ -18,6 +18,7 @@ from kvdepot.bench.loadfigures import check_loads, load_figures
 from kvdepot.bench.peaktest import LoadPlace, LoadRunner
 from kvdepot.bench.plan import Arm, Contention, Load, Noise, Peak, Plan, Traffic
 from kvdepot.bench.prompts import shipped_material
+from kvdepot.bench.rig import Rig
 from kvdepot.bench.rows import Row
 from kvdepot.bench.saturation import find_saturation, is_sustained
 from kvdepot.bench.session import open_session
@@ -40,6 +41,11 @@ def _counts_at_once(monkeypatch):
     monkeypatch.setattr("kvdepot.bench.asking._COUNT_INTERVAL_S", 0.0)
 
 
+def rig_of(session, server, does):
+    launcher, probe = FakeLauncher(server, does), FakeProbe(server)
+    return Rig(session, MATERIAL, launcher, probe, SystemClock(), lambda what, done, total: None)
+
+
 def behaviours():
     computing = FakeBehaviour(base_s=0.01, token_s=0.0001)
     tier = FakeBehaviour(base_s=0.01, token_s=0.0001, keeps=("disk",), read_s={"disk": 0.000002})
@@ -51,10 +57,7 @@ def peaked(tmp_path, server, does, *loads, traffic=None, arms=ARMS, runs=1):
     plan = Plan(name="test", peak=Peak(runs=runs, traffic=traffic, loads=loads))
     with ResultFolder(tmp_path / "out") as folder:
         session = open_session(folder, plan, arms, MATERIAL, version="1", wall_s=0.0)
-        runner = LoadRunner(
-            session, MATERIAL, FakeLauncher(server, does), FakeProbe(server),
-            clock=SystemClock(), tell=lambda what, done, total: None,
-        )  # fmt: skip
+        runner = LoadRunner(rig_of(session, server, does))
         runner.peak()
         runner.peak()  # what is measured is not measured again
         return summarise(session), session.rows()
@@ -361,10 +364,7 @@ def test_contention_has_its_degradation(tmp_path):
 
         server.account = account  # type: ignore[method-assign]
         session = open_session(folder, plan, ARMS, MATERIAL, version="1", wall_s=0.0)
-        contend(
-            session, MATERIAL, FakeLauncher(server, does), FakeProbe(server),
-            clock=SystemClock(), tell=lambda what, done, total: None,
-        )  # fmt: skip
+        contend(rig_of(session, server, does))
         summary = summarise(session)
     assert [each.noise for each in summary.loads] == ["C0 first", "C6", "C0 last"]
     lost = degradation(summary.loads[1], summary.loads)

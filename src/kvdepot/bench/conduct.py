@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvdepot.bench.asking import Asker, block_tokens_of, edge_of
-from kvdepot.bench.client import Client, Endpoint, Prompt
-from kvdepot.bench.launch import Launcher, Running
+from kvdepot.bench.client import Client, Prompt
+from kvdepot.bench.launch import Running
 from kvdepot.bench.oracle import Shadow
 from kvdepot.bench.plan import Arm, Plan, Round
-from kvdepot.bench.prompts import Material, document_of, units_of
+from kvdepot.bench.prompts import document_of, units_of
+from kvdepot.bench.rig import Rig
 from kvdepot.bench.rows import Kind, Row
 from kvdepot.bench.scrape import counts_of
-from kvdepot.bench.session import Session
-from kvdepot.bench.windows import Probe, Window, compile_lines
-from kvdepot.clock import Clock
+from kvdepot.bench.windows import Window, compile_lines
 from kvdepot.errors import ConfigError
 from kvdepot.io.filesystem import drop_cached_pages, free_bytes_of
 from kvdepot.io.readrate import read_rate
 from kvdepot.units import format_bytes
 
-__all__ = ["CALIBRATION", "Block", "Conductor", "Tell", "schedule"]
-
-#: told what is being done, how many requests are done, and how many there are in all
-Tell = Callable[[str, int, int], None]
+__all__ = ["CALIBRATION", "Block", "Conductor", "schedule"]
 
 CALIBRATION = Round(name="R0", role="recompute", expects="computed")
 
@@ -71,35 +67,13 @@ class Conductor:
     """Runs the rounds of a plan.
 
     Args:
-        session: where results go; what it has already is not done again.
-        material: what is asked about.
-        launcher: starts engines.
-        probe: reads the machine's counters.
-        clock: of all times.
-        tell: told of progress.
-        api_key: for endpoints that want one.
+        rig: what it works with.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        material: Material,
-        launcher: Launcher,
-        probe: Probe,
-        *,
-        clock: Clock,
-        tell: Tell,
-        api_key: str = "",
-    ) -> None:
-        self._session = session
-        self._plan = session.state.plan
-        self._material = material
-        self._launcher = launcher
-        self._probe = probe
-        self._clock = clock
-        self._tell = tell
-        self._api_key = api_key
-        self._documents = session.documents()
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._plan = rig.session.state.plan
+        self._documents = rig.session.documents()
         #: warm-up requests of each length that the running process has had
         self._warm: dict[int, int] = {}
         #: what an endless cache of the running block's arm would hold
@@ -109,7 +83,7 @@ class Conductor:
 
     def run(self) -> None:
         """Measure what is not measured yet. Blocks; the engines are ended in the end."""
-        blocks = schedule(self._plan, self._session.state.arms)
+        blocks = schedule(self._plan, self._rig.session.state.arms)
         self._total = sum(self._requests_of(block) for block in blocks)
         try:
             for block in blocks:
@@ -117,15 +91,15 @@ class Conductor:
                 if not rounds:
                     continue
                 name = rounds[-1].name
-                if self._session.is_done(block.run, block.arm.name, round_name=name):
+                if self._rig.session.is_done(block.run, block.arm.name, round_name=name):
                     self._done += self._requests_of(block)
                     continue
-                attempt = self._session.attempt(block.run, block.arm.name)
+                attempt = self._rig.session.attempt(block.run, block.arm.name)
                 self._block(block, rounds, attempt)
                 self._measure_ceiling(block)
-                self._session.mark_done(block.run, block.arm.name, name, attempt)
+                self._rig.session.mark_done(block.run, block.arm.name, name, attempt)
         finally:
-            self._launcher.stop()
+            self._rig.launcher.stop()
 
     # which requests
 
@@ -163,54 +137,44 @@ class Conductor:
             is_fresh = index == 0 or each.restarts
             if is_fresh:
                 self._step(f"run {block.run + 1}, {arm.name}: starting the engine")
-                self._launcher.stop()
+                self._rig.launcher.stop()
                 self._warm.clear()
-            running = self._launcher.start(arm, is_fresh=is_fresh)
+            running = self._rig.launcher.start(arm, is_fresh=is_fresh)
             asyncio.run(self._round(running, block, each, attempt))
 
     def _measure_ceiling(self, block: Block) -> None:
         """Once for each arm with a pool: how fast its files can be read, with nothing beside it."""
         if block.run or not block.arm.pool:
             return
-        self._launcher.stop()
+        self._rig.launcher.stop()
         drop_cached_pages(block.arm.pool, "*")
-        rate = read_rate(block.arm.pool, self._clock)
+        rate = read_rate(block.arm.pool, self._rig.clock)
         if rate is not None:
-            self._session.keep_ceiling(block.arm.name, rate)
+            self._rig.session.keep_ceiling(block.arm.name, rate)
 
     async def _round(self, running: Running, block: Block, each: Round, attempt: int) -> None:
         arm = block.arm
-        async with self._client(running, arm) as client:
+        async with self._rig.client(running, arm) as client:
             lengths = self._lengths_of(each)
             await self._cut_documents(client, lengths)
             for length in lengths:
                 place = _Place(block.run, arm, each, length, attempt)
                 await self._measure(client, running, place)
 
-    def _client(self, running: Running, arm: Arm) -> Client:
-        endpoint = Endpoint(
-            url=running.url,
-            model=arm.model if not arm.command else "",
-            api=self._plan.api,
-            salt=arm.salt,
-            api_key=self._api_key,
-        )
-        return Client(endpoint, clock=self._clock)
-
     async def _cut_documents(self, client: Client, lengths: Sequence[int]) -> None:
         missing = [length for length in lengths if length not in self._documents]
         for length in missing:
-            prompts = await document_of(self._material, length, client.token_ids)
+            prompts = await document_of(self._rig.material, length, client.token_ids)
             self._documents[length] = prompts
         if missing:
-            self._session.keep_documents(self._documents)
+            self._rig.session.keep_documents(self._documents)
 
     async def _measure(self, client: Client, running: Running, place: _Place) -> None:
         arm, each = place.arm, place.round
         name = f"run {place.run + 1}, {arm.name}, {each.name}"
         shadow = self._shadow or Shadow(await block_tokens_of(client, arm))
         self._shadow = shadow
-        asker = Asker(client, shadow, self._session.add_row, is_alone=True)
+        asker = Asker(client, shadow, self._rig.session.add_row, is_alone=True)
         notes = await self._reset(client, running, each)
         for seq in range(self._warm.get(place.length, 0), self._plan.warmup_requests):
             self._step(f"{name}: warm-up", adds=1)
@@ -220,18 +184,18 @@ class Conductor:
         await self._check_space(client, place)
         if each.drops_pages and arm.pool:
             await asyncio.to_thread(drop_cached_pages, arm.pool, "*")
-        residency = await asyncio.to_thread(self._probe.residency, arm.pool)
+        residency = await asyncio.to_thread(self._rig.probe.residency, arm.pool)
         await self._remember(client, shadow, place)
-        begin = await edge_of(client, running, arm, self._probe, self._clock)
+        begin = await edge_of(client, running, arm, self._rig.probe, self._rig.clock)
         count = self._count_of(each)
         for seq in range(count):
             self._step(f"{name}: request {seq + 1} of {count}", adds=1)
             await self._ask(client, asker, place, seq, kind="measured")
         if each.salts == "fresh":
             is_settled = await _settle(client, arm)
-        end = await edge_of(client, running, arm, self._probe, self._clock)
-        log = await asyncio.to_thread(self._probe.log, running.log)
-        self._session.add_window(
+        end = await edge_of(client, running, arm, self._rig.probe, self._rig.clock)
+        log = await asyncio.to_thread(self._rig.probe.log, running.log)
+        self._rig.session.add_window(
             Window(
                 run=place.run,
                 round=each.name,
@@ -297,17 +261,21 @@ class Conductor:
     def _salt(self, place: _Place, seq: int, kind: str) -> str:
         each, arm, attempt = place.round, place.arm.name, place.attempt
         if each.salts != "stored" or kind == "warmup":
-            return self._session.salt(place.run, arm, attempt, each.name, place.length, kind, seq)
+            return self._rig.session.salt(
+                place.run, arm, attempt, each.name, place.length, kind, seq
+            )
         if place.arm.role == "reader":
             arm, attempt = self._source_of(place)
-        return self._session.salt(place.run, arm, attempt, each.of, place.length, "measured", seq)
+        return self._rig.session.salt(
+            place.run, arm, attempt, each.of, place.length, "measured", seq
+        )
 
     def _source_of(self, place: _Place) -> tuple[str, int]:
         """The arm that stored what a reader reads, and its attempt."""
         stored = next(each for each in self._plan.rounds if each.name == place.round.of)
-        arms = self._session.state.arms
+        arms = self._rig.session.state.arms
         source = next(arm.name for arm in arms if arm.role == stored.role)
-        return source, self._session.done_attempt(place.run, source)
+        return source, self._rig.session.done_attempt(place.run, source)
 
     async def _remember(self, client: Client, shadow: Shadow, place: _Place) -> None:
         """Have a reader's oracle know what another arm has stored."""
@@ -328,7 +296,7 @@ class Conductor:
         if not each.restarts or running.is_new:
             return []
         arm_resets = next(
-            (arm.resets for arm in self._session.state.arms if arm.role == each.role), ()
+            (arm.resets for arm in self._rig.session.state.arms if arm.role == each.role), ()
         )
         if not arm_resets:
             return ["the engine was not started anew before this round"]
@@ -339,7 +307,7 @@ class Conductor:
 
     def _step(self, what: str, *, adds: int = 0) -> None:
         self._done += adds
-        self._tell(what, self._done, self._total)
+        self._rig.tell(what, self._done, self._total)
 
 
 async def _settle(client: Client, arm: Arm) -> bool | None:

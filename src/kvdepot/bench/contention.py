@@ -14,15 +14,10 @@ from typing import Self
 
 import msgspec
 
-from kvdepot.bench.conduct import Tell
-from kvdepot.bench.launch import Launcher
 from kvdepot.bench.loadfigures import LoadFigures
 from kvdepot.bench.peaktest import LoadPlace, LoadRunner
 from kvdepot.bench.plan import Arm, Noise
-from kvdepot.bench.prompts import Material
-from kvdepot.bench.session import Session
-from kvdepot.bench.windows import Probe
-from kvdepot.clock import Clock
+from kvdepot.bench.rig import Rig
 from kvdepot.errors import ConfigError, KvdepotError
 from kvdepot.io.noise import NoiseOrder, NoiseReport
 
@@ -114,30 +109,21 @@ def noise_order(noises: Sequence[Noise], *, seed: int) -> list[Noise]:
     ]
 
 
-def contend(
-    session: Session,
-    material: Material,
-    launcher: Launcher,
-    probe: Probe,
-    *,
-    clock: Clock,
-    tell: Tell,
-    api_key: str = "",
-) -> None:
-    """Run what is not measured yet. Blocks; arguments as `kvdepot.bench.conduct.Conductor`."""
-    contention = session.state.plan.contention
+def contend(rig: Rig) -> None:
+    """Run what is not measured yet. Blocks."""
+    contention = rig.session.state.plan.contention
     if contention is None:
         return
-    runner = LoadRunner(session, material, launcher, probe, clock=clock, tell=tell, api_key=api_key)
+    runner = LoadRunner(rig)
     try:
-        for arm in (each for each in session.state.arms if each.role in contention.roles):
-            for noise in noise_order(contention.noises, seed=session.state.plan.seed):
+        for arm in (each for each in rig.session.state.arms if each.role in contention.roles):
+            for noise in noise_order(contention.noises, seed=rig.session.state.plan.seed):
                 with NoiseMaker(noise, arm) as maker:
                     load, traffic = contention.load, contention.traffic
                     runner.measure(LoadPlace(0, arm, noise.name, load, traffic, 0))
-                session.keep_noise(arm.name, noise.name, maker.bytes_moved)
+                rig.session.keep_noise(arm.name, noise.name, maker.bytes_moved)
     finally:
-        launcher.stop()
+        rig.launcher.stop()
 
 
 def degradation(each: LoadFigures, loads: Sequence[LoadFigures]) -> float | None:

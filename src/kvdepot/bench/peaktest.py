@@ -9,20 +9,18 @@ from typing import NamedTuple
 import msgspec
 
 from kvdepot.bench.asking import Asker, block_tokens_of, edge_of
-from kvdepot.bench.client import Client, Endpoint, Prompt
-from kvdepot.bench.conduct import Tell
-from kvdepot.bench.launch import Launcher, Running
+from kvdepot.bench.client import Client, Prompt
+from kvdepot.bench.launch import Running
 from kvdepot.bench.loads import Turn, closed_loop, gamma_arrivals, open_loop
 from kvdepot.bench.oracle import Shadow
 from kvdepot.bench.plan import Arm, Load, Traffic
-from kvdepot.bench.prompts import Material, units_of
+from kvdepot.bench.prompts import units_of
+from kvdepot.bench.rig import Rig
 from kvdepot.bench.rows import Kind, Row
 from kvdepot.bench.saturation import find_saturation, is_sustained
-from kvdepot.bench.session import Session
 from kvdepot.bench.traces import read_trace_rows, spread_bins
 from kvdepot.bench.traffic import Ask, session_turns, storm_turns, trace_turns
-from kvdepot.bench.windows import Edge, Probe, Window, compile_lines
-from kvdepot.clock import Clock
+from kvdepot.bench.windows import Edge, Window, compile_lines
 from kvdepot.errors import ConfigError
 from kvdepot.io.results import read_whole
 
@@ -51,35 +49,23 @@ class LoadPlace(NamedTuple):
 
 
 class LoadRunner:
-    """Runs load points. Arguments as `kvdepot.bench.conduct.Conductor`."""
+    """Runs load points.
 
-    def __init__(
-        self,
-        session: Session,
-        material: Material,
-        launcher: Launcher,
-        probe: Probe,
-        *,
-        clock: Clock,
-        tell: Tell,
-        api_key: str = "",
-    ) -> None:
-        self._session = session
-        self._material = material
-        self._launcher = launcher
-        self._probe = probe
-        self._clock = clock
-        self._tell = tell
-        self._api_key = api_key
+    Args:
+        rig: what it works with.
+    """
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
         self._done = 0
         self._total = 0
 
     def peak(self) -> None:
         """All load points of the peak test that are not measured yet; blocks."""
-        peak = self._session.state.plan.peak
+        peak = self._rig.session.state.plan.peak
         if peak is None:
             return
-        arms = [arm for arm in self._session.state.arms if arm.role in peak.roles]
+        arms = [arm for arm in self._rig.session.state.arms if arm.role in peak.roles]
         try:
             for run in range(peak.runs):
                 for arm in arms if run % 2 == 0 else arms[::-1]:
@@ -87,28 +73,28 @@ class LoadRunner:
                         place = LoadPlace(run, arm, "peak", load, peak.traffic, 0)
                         self.measure(place)
         finally:
-            self._launcher.stop()
+            self._rig.launcher.stop()
 
     def measure(self, place: LoadPlace) -> None:
         """One load point, unless it was measured before."""
         part = f"{place.name}/{place.load.name}"
-        if self._session.is_done(place.run, place.arm.name, round_name=part):
+        if self._rig.session.is_done(place.run, place.arm.name, round_name=part):
             return
-        attempt = self._session.attempt(place.run, place.arm.name)
+        attempt = self._rig.session.attempt(place.run, place.arm.name)
         place = place._replace(attempt=attempt)
-        self._tell(f"{place.label}: starting the engine", self._done, self._total)
-        running = self._launcher.start(place.arm, is_fresh=True)
+        self._rig.tell(f"{place.label}: starting the engine", self._done, self._total)
+        running = self._rig.launcher.start(place.arm, is_fresh=True)
         self._done, self._total = 0, 0
         if place.load.kind == "storm":
             self._storm(running, place)
         else:
             asyncio.run(self._plain(running, place))
-        self._session.mark_done(place.run, place.arm.name, part, attempt)
+        self._rig.session.mark_done(place.run, place.arm.name, part, attempt)
 
     # kinds of loads
 
     async def _plain(self, running: Running, place: LoadPlace) -> None:
-        async with self._client(running, place.arm) as client:
+        async with self._rig.client(running, place.arm) as client:
             if place.load.kind == "saturation":
                 await self._saturation(client, running, place)
                 return
@@ -126,9 +112,9 @@ class LoadRunner:
             nonlocal trial
             trial += 1
             salt = self._salt(place, f"trial {trial}")
-            seed = self._session.state.plan.seed + trial
+            seed = self._rig.session.state.plan.seed + trial
             turns = session_turns(
-                place.traffic, place.load, self._material, salt=salt, seed=seed, count=count
+                place.traffic, place.load, self._rig.material, salt=salt, seed=seed, count=count
             )
             at_rate = place._replace(load=msgspec.structs.replace(place.load, rate=rate))
             timed = _timed(turns, at_rate.load, rate, seed)
@@ -137,7 +123,7 @@ class LoadRunner:
             return is_sustained(rows)
 
         rate, _ = await find_saturation(keeps_up, start=place.load.rate or 1.0)
-        self._session.keep_saturation(place.arm.name, rate)
+        self._rig.session.keep_saturation(place.arm.name, rate)
 
     def _storm(self, running: Running, place: LoadPlace) -> None:
         """Sessions ask once, the engine ends, and all come back to the new one at once."""
@@ -145,32 +131,32 @@ class LoadRunner:
         turns = session_turns(
             msgspec.structs.replace(place.traffic, sessions=sessions, turns=2),
             place.load,
-            self._material,
+            self._rig.material,
             salt=self._salt(place, "storm"),
-            seed=self._session.state.plan.seed,
+            seed=self._rig.session.state.plan.seed,
             count=2 * sessions,
         )
         firsts, returns = storm_turns(turns, sessions)
         shadow = Shadow(place.arm.block_tokens)
 
         async def begin() -> None:
-            async with self._client(running, place.arm) as client:
+            async with self._rig.client(running, place.arm) as client:
                 await self._send_all(client, place, firsts, shadow, kind="warmup", connections=1)
                 for path in place.arm.settles:
                     await client.post(path)
 
         async def come_back(again: Running) -> None:
-            async with self._client(again, place.arm) as client:
+            async with self._rig.client(again, place.arm) as client:
                 await self._warm_up(client, place, turns)
                 await self._window(client, again, place, returns, shadow=shadow)
 
         asyncio.run(begin())
-        asyncio.run(come_back(self._launcher.start(place.arm, is_fresh=True)))
+        asyncio.run(come_back(self._rig.launcher.start(place.arm, is_fresh=True)))
 
     # what is sent
 
     def _turns(self, place: LoadPlace) -> list[Turn[Ask]]:
-        traffic, load, seed = place.traffic, place.load, self._session.state.plan.seed
+        traffic, load, seed = place.traffic, place.load, self._rig.session.state.plan.seed
         salt = self._salt(place, "turns")
         if load.kind == "trace":
             if not traffic.trace:
@@ -178,10 +164,10 @@ class LoadRunner:
             rows = read_trace_rows(read_whole(traffic.trace), traffic.trace_format, traffic.trace)
             rows, _ = spread_bins(rows, seed=seed)
             return trace_turns(rows, traffic, salt=salt)
-        turns = session_turns(traffic, load, self._material, salt=salt, seed=seed + place.run)
+        turns = session_turns(traffic, load, self._rig.material, salt=salt, seed=seed + place.run)
         if load.kind != "open":
             return turns
-        rate = load.rate or load.share * self._session.saturation(place.arm.name)
+        rate = load.rate or load.share * self._rig.session.saturation(place.arm.name)
         if rate <= 0:
             raise ConfigError(
                 f"load {load.name} has neither a rate nor a saturation rate to take a share of",
@@ -190,7 +176,7 @@ class LoadRunner:
         return _timed(turns, load, rate, seed + place.run)
 
     def _salt(self, place: LoadPlace, what: str) -> str:
-        return self._session.salt(
+        return self._rig.session.salt(
             place.run, place.arm.name, place.attempt, place.name, place.load.name, what
         )
 
@@ -213,7 +199,7 @@ class LoadRunner:
         shadow: Shadow | None = None,
     ) -> list[Row]:
         """Send a load between two edges."""
-        begin = await edge_of(client, running, place.arm, self._probe, self._clock)
+        begin = await edge_of(client, running, place.arm, self._rig.probe, self._rig.clock)
         is_closed = place.load.kind == "closed"
         shadow = shadow or await self._shadow(client, place)
         rows = await self._send_all(
@@ -224,11 +210,11 @@ class LoadRunner:
             kind="measured",
             connections=place.load.connections if is_closed else 0,
         )
-        end = await edge_of(client, running, place.arm, self._probe, self._clock)
-        log = await asyncio.to_thread(self._probe.log, running.log)
+        end = await edge_of(client, running, place.arm, self._rig.probe, self._rig.clock)
+        log = await asyncio.to_thread(self._rig.probe.log, running.log)
         window = self._made(place, running, begin, end, log)
         is_told = any(row.reused is not None for row in rows)
-        self._session.add_window(
+        self._rig.session.add_window(
             msgspec.structs.replace(
                 window,
                 planned=len(turns),
@@ -240,7 +226,7 @@ class LoadRunner:
     async def _shadow(self, client: Client, place: LoadPlace) -> Shadow:
         common: list[int] = []
         if place.traffic.common_tokens:
-            text = self._material.text[: 4 * place.traffic.common_tokens]
+            text = self._rig.material.text[: 4 * place.traffic.common_tokens]
             common = units_of(await client.token_ids(text), text)
         return Shadow(await block_tokens_of(client, place.arm), common=common)
 
@@ -272,7 +258,7 @@ class LoadRunner:
         kind: Kind,
         connections: int,
     ) -> list[Row]:
-        asker = Asker(client, shadow, self._session.add_row, is_alone=False)
+        asker = Asker(client, shadow, self._rig.session.add_row, is_alone=False)
         # asked for before the clock runs: it is the oracle's, and not part of the load
         texts = list(dict.fromkeys(turn.item.text for turn in turns))
         units = {text: units_of(await client.token_ids(text), text) for text in texts}
@@ -294,22 +280,12 @@ class LoadRunner:
             prompt = Prompt(ask.text, ask.output_tokens, ask.salt)
             row = await asker.ask(prompt, units[ask.text], base, due_s=due_s)
             self._done += 1
-            self._tell(f"{place.label}: {kind}", self._done, self._total)
+            self._rig.tell(f"{place.label}: {kind}", self._done, self._total)
             return row
 
         if connections:
-            return await closed_loop(turns, send, connections=connections, clock=self._clock)
-        return await open_loop(turns, send, clock=self._clock)
-
-    def _client(self, running: Running, arm: Arm) -> Client:
-        endpoint = Endpoint(
-            url=running.url,
-            model=arm.model if not arm.command else "",
-            api=self._session.state.plan.api,
-            salt=arm.salt,
-            api_key=self._api_key,
-        )
-        return Client(endpoint, clock=self._clock)
+            return await closed_loop(turns, send, connections=connections, clock=self._rig.clock)
+        return await open_loop(turns, send, clock=self._rig.clock)
 
 
 def _timed(turns: Sequence[Turn[Ask]], load: Load, rate: float, seed: int) -> list[Turn[Ask]]:

@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 
 from kvdepot import __version__
-from kvdepot.bench.conduct import Conductor, Tell
+from kvdepot.bench.conduct import Conductor
 from kvdepot.bench.contention import contend
 from kvdepot.bench.launch import AskPerson, CommandLauncher
 from kvdepot.bench.peaktest import LoadRunner
 from kvdepot.bench.plan import Arm, Plan
 from kvdepot.bench.prompts import Material
+from kvdepot.bench.rig import Rig, Tell
 from kvdepot.bench.session import Session, open_session, read_session
 from kvdepot.bench.summary import Summary, summarise
 from kvdepot.bench.windows import HostProbe
@@ -47,15 +48,10 @@ def measure(
             folder, plan, arms, material, version=__version__, wall_s=clock.wall_s()
         )
         launcher = CommandLauncher(folder.sub_folder("logs"), ask_person=ask_person, clock=clock)
-        conductor = Conductor(
-            session, material, launcher, HostProbe(), clock=clock, tell=tell, api_key=api_key
-        )
-        conductor.run()
-        loads = LoadRunner(
-            session, material, launcher, HostProbe(), clock=clock, tell=tell, api_key=api_key
-        )
-        loads.peak()
-        contend(session, material, launcher, HostProbe(), clock=clock, tell=tell, api_key=api_key)
+        rig = Rig(session, material, launcher, HostProbe(), clock, tell, api_key)
+        Conductor(rig).run()
+        LoadRunner(rig).peak()
+        contend(rig)
         return _written(session)
 
 
