@@ -70,7 +70,7 @@ def serve(
         )
     return serve_vllm(
         model,
-        *vllm_arguments,
+        vllm_arguments,
         pool=pool,
         host_bytes=host_bytes,
         capacity=capacity,

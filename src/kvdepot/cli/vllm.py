@@ -24,30 +24,15 @@ _Rest = Annotated[str, Parameter(show=False)]
 
 def serve(
     model: str,
-    /,
-    *vllm_arguments: _Rest,
-    pool: _Pools,
-    host_bytes: str | None = None,
-    capacity: str | None = None,
-    block_tokens: int | None = None,
-    device: _Device = "auto",
+    vllm_arguments: tuple[str, ...],
+    *,
+    pool: list[str],
+    host_bytes: str | None,
+    capacity: str | None,
+    block_tokens: int | None,
+    device: _Device,
 ) -> int:
-    """Start vLLM's server over a pool: kvdepot serve MODEL --pool URL [-- arguments for vLLM].
-
-    What can be wrong is checked before vLLM's start, which takes a minute. Prints the plain command that
-    does the same, and becomes it: signals and the exit status are vLLM's.
-
-    Args:
-        model: A model folder or hub id.
-        vllm_arguments: Passed on to vLLM as they are; they win over what is chosen here.
-        pool: Where the pool is: file:///path, fs:///path or a path. Several make one pool over several
-            disks.
-        host_bytes: Memory between device and pool, such as 16GiB; by default a tenth of what is free.
-        capacity: Of each root, such as 500GiB; by default what the pool was made with, which is half of
-            the free space.
-        block_tokens: Tokens in a block; by default chosen by the size of the model's KV.
-        device: gpu or cpu; by default what the installed vLLM is for.
-    """
+    """What `kvdepot.cli.serve.serve` does with vLLM: check, tell, and become its server."""
     from kvdepot.engines.vllm.installed import need_vllm
     from kvdepot.engines.vllm.launch import pool_config
     from kvdepot.engines.vllm.versions import TESTED, is_tested
