@@ -10,7 +10,7 @@ from kvdepot.bench.quantiles import Quantile, quantile
 from kvdepot.bench.rows import Row
 from kvdepot.bench.runstats import median
 
-__all__ = ["Times", "Tokens", "per_run_median", "per_run_p95", "times_of", "tokens_of"]
+__all__ = ["Times", "Tokens", "per_run_median", "times_of", "tokens_of"]
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,11 +99,6 @@ def tokens_of(rows: Sequence[Row]) -> Tokens:
 def per_run_median(rows: Sequence[Row]) -> list[float]:
     """Median TTFT of each run."""
     return [median(times) for times in _ttft_by_run(rows).values()]
-
-
-def per_run_p95(rows: Sequence[Row]) -> list[float]:
-    """p95 of the TTFT of each run; to be compared between runs, not to be quoted."""
-    return [quantile(times, 0.95).value for times in _ttft_by_run(rows).values()]
 
 
 def _ttft_by_run(rows: Sequence[Row]) -> dict[int, list[float]]:

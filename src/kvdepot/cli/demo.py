@@ -47,6 +47,7 @@ def demo(
     from kvdepot.demo.run import DemoSettings, run_demo
     from kvdepot.demo.show import TerminalShow, print_result
     from kvdepot.io.models import model_files, small_model
+    from kvdepot.io.results import make_writable
     from kvdepot.urls import PoolUrl
 
     _need_extra()
@@ -55,7 +56,7 @@ def demo(
     text = shipped_document() if document is None else read_document(document)
     if pool is not None:
         print(PoolUrl.parse(pool).describe(), file=sys.stderr)
-    _make_folder(out)
+    make_writable(out)
     with TerminalShow() as show:
         files = small_model(show.fetching) if model is None else model_files(model)
         settings = DemoSettings(
@@ -82,16 +83,3 @@ def _need_extra() -> None:
     for name in ("torch", "transformers", "gguf", "accelerate"):
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        # found out now, and not after minutes
-        probe = out / ".kvdepot-demo"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write into {out}: {error.strerror}", hint="name another folder: --out FOLDER"
-        ) from error

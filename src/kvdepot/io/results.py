@@ -9,7 +9,24 @@ from typing import BinaryIO, Self
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["ResultFolder", "read_whole"]
+__all__ = ["ResultFolder", "make_writable", "read_whole"]
+
+
+def make_writable(path: Path) -> None:
+    """Make a folder for results and try it: found out now, and not after minutes.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".kvdepot-probe"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write into {path}: {error.strerror}", hint="name another folder: --out FOLDER"
+        ) from error
 
 
 class ResultFolder:
@@ -25,15 +42,7 @@ class ResultFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._open: dict[str, BinaryIO] = {}
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".kvdepot-bench"
-            probe.write_bytes(b"")
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write into {path}: {error.strerror}", hint="name another folder: --out"
-            ) from error
+        make_writable(self.path)
 
     def __enter__(self) -> Self:
         return self
