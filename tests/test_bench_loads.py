@@ -162,6 +162,21 @@ def test_a_storm_comes_back_to_a_new_process(tmp_path):
     assert load.tokens.share > 0.7
 
 
+def test_a_storm_expects_whole_blocks_of_the_engine_not_of_the_arm(tmp_path):
+    does = behaviours()
+    does["kvdepot"].block_tokens = 128
+    with FakeServer() as server:
+        summary, rows = peaked(
+            tmp_path, server, does, Load(name="storm 4", kind="storm", connections=4), arms=ARMS[1:]
+        )
+    (load,) = summary.loads
+    # with the arm's 16 the oracle would ask for tokens that no block of 128 holds
+    assert load.tokens.capture == pytest.approx(1.0)
+    (follow_up,) = [figures for figures in load.classes if figures.ask_class == "U"]
+    assert follow_up.outcomes == {"disk": 4}
+    assert all(row.oracle_tokens % 128 == 0 for row in rows)
+
+
 def test_a_tier_that_does_harm_is_said_to(tmp_path):
     does = behaviours()
     does["kvdepot"].read_s = {"disk": 0.0003}

@@ -137,21 +137,22 @@ class LoadRunner:
             count=2 * sessions,
         )
         firsts, returns = storm_turns(turns, sessions)
-        shadow = Shadow(place.arm.block_tokens)
 
-        async def begin() -> None:
+        async def begin() -> Shadow:
             async with self._rig.client(running, place.arm) as client:
+                shadow = await self._shadow(client, place)
                 await self._send_all(client, place, firsts, shadow, kind="warmup", connections=1)
                 for path in place.arm.settles:
                     await client.post(path)
+            return shadow
 
-        async def come_back(again: Running) -> None:
+        async def come_back(again: Running, shadow: Shadow) -> None:
             async with self._rig.client(again, place.arm) as client:
                 await self._warm_up(client, place, turns)
                 await self._window(client, again, place, returns, shadow=shadow)
 
-        asyncio.run(begin())
-        asyncio.run(come_back(self._rig.launcher.start(place.arm, is_fresh=True)))
+        shadow = asyncio.run(begin())
+        asyncio.run(come_back(self._rig.launcher.start(place.arm, is_fresh=True), shadow))
 
     # what is sent
 
@@ -182,7 +183,7 @@ class LoadRunner:
 
     async def _warm_up(self, client: Client, place: LoadPlace, turns: Sequence[Turn[Ask]]) -> None:
         salt = self._salt(place, "warm-up")
-        shadow = Shadow(place.arm.block_tokens)
+        shadow = await self._shadow(client, place)
         some = [
             Turn(turn.item._replace(salt=f"{salt}{index}"))
             for index, turn in enumerate(turns[:_WARMUPS])
