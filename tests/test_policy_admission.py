@@ -96,14 +96,38 @@ def test_a_bloom_filter_forgets_and_never_denies_what_is_fresh():
     assert all(seen.see(key(number)) for number in range(3500, 4000))
 
 
+def test_answers_are_a_class_of_their_own():
+    admission = Admission(AdmissionSettings(generated=False))
+    assert not admission.is_always
+    assert admission.admit(0.0, keys(1), 9, prompt_tokens=1).blocks == 1
+    refused = admission.admit(0.0, keys(1), 9, prompt_tokens=1, kind=StoreClass.GENERATED)
+    assert refused == Admitted(0, "class")
+
+
+def test_settings_take_sizes_as_people_write_them():
+    settings = AdmissionSettings.of(when="second_sight", bytes_per_day="500GB")
+    assert settings == AdmissionSettings(when="second_sight", bytes_per_day=500 * 10**9)
+    assert AdmissionSettings.of() == AdmissionSettings()
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "words"),
     [
-        AdmissionSettings(when="sometimes"),  # type: ignore[arg-type]
-        AdmissionSettings(bytes_per_day=-1),
-        AdmissionSettings(when="second_sight", seen_keys_max=0),
+        ({"when": "sometimes"}, "sometimes"),
+        ({"bytes_per_day": "much"}, "not a size"),
+        ({"bytes_per_day": -1}, "negative"),
+        ({"prompt_tokens_min": -1}, "negative"),
+        ({"prompt_tokens_min": "100"}, "int"),
+        ({"generated": 1}, "bool"),
+        ({"seen_keys_max": 0}, "at least one key"),
+        ({"wen": "always"}, "wen"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings):
-    with pytest.raises(ConfigError):
-        Admission(settings)
+def test_settings_that_mean_nothing_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        AdmissionSettings.of(**settings)
+
+
+def test_a_direct_settings_object_is_checked_too():
+    with pytest.raises(ConfigError, match="sometimes"):
+        AdmissionSettings(when="sometimes")  # type: ignore[arg-type]

@@ -27,6 +27,8 @@ from kvdepot.cli.serve import serve  # noqa: E402
 from kvdepot.clock import SystemClock  # noqa: E402
 from kvdepot.engines.transformers.events import FirstToken, Result, TextPiece  # noqa: E402
 from kvdepot.errors import ConfigError  # noqa: E402
+from kvdepot.metrics import METRICS  # noqa: E402
+from kvdepot.policy.admission import AdmissionSettings  # noqa: E402
 from kvdepot.serving.app import make_app  # noqa: E402
 from kvdepot.serving.exposition import Exposition  # noqa: E402
 from kvdepot.serving.queueing import EngineThread  # noqa: E402
@@ -374,6 +376,32 @@ def ask(url, salt):
         return json.load(response)
 
 
+def pool_settings(tmp_path, folder, **more):
+    return {
+        "model": str(folder),
+        "pool": [str(tmp_path / "pool")],
+        "capacity_bytes": 1 << 26,
+        "free_bytes_min": 0,
+        "host_bytes": 1 << 22,
+        "port": 0,
+        "block_tokens": 8,
+        **more,
+    }
+
+
+def counters(url):
+    """The depot's counters, by their names in `METRICS`."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        lines = [line.split() for line in response.read().decode().splitlines()]
+    values = {name: float(value) for name, value in (each for each in lines if len(each) == 2)}
+    return {name: values[f"kvdepot_{name}"] for name in METRICS}
+
+
+def drain(url):
+    with urllib.request.urlopen(f"{url}/drain", b"", timeout=60) as response:
+        assert json.load(response)["drained"]
+
+
 def test_the_command_serves_the_embedded_engine(tmp_path, capsys, monkeypatch):
     started = []
     monkeypatch.setattr(
@@ -399,24 +427,58 @@ def test_the_command_serves_the_embedded_engine(tmp_path, capsys, monkeypatch):
         (["serve", "m"], "no pool"),
         (["serve", "--pool", pool], "no model"),
         (["serve", "m", "--pool", pool, "--port", "1"], "behind a --"),
+        (["serve", "m", "--pool", pool, "--admit", "second_sight"], "embedded engine only"),
+        (["serve", "--engine", "embedded", "--write-budget", "much"], "not a size"),
     ]:
         assert run(wrong) == 2
         assert words in capsys.readouterr().err
     assert serve.__doc__
 
 
+def test_the_command_says_what_is_written(monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        "kvdepot.serving.running.serve_embedded",
+        lambda settings, on_ready: started.append(settings),
+    )
+    chosen = "--admit second_sight --admit-tokens-min 256 --write-budget 500GB --store-generated"
+    assert run(["serve", "--engine", "embedded", *chosen.split()]) == 0
+    admission = AdmissionSettings(
+        when="second_sight", prompt_tokens_min=256, bytes_per_day=500 * 10**9
+    )
+    assert started == [ServerSettings(admission=admission, store_generated=True)]
+    as_json = (
+        '{"admission": {"when": "second_sight", "prompt_tokens_min": 256,'
+        ' "bytes_per_day": 500000000000}, "store_generated": true}'
+    )
+    assert decode_settings(as_json) == started[0]
+    with pytest.raises(ConfigError, match="does not want them"):
+        ServerSettings(admission=AdmissionSettings(generated=False), store_generated=True)
+
+
+def test_a_server_writes_what_was_asked_for_twice(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    settings = pool_settings(
+        tmp_path, folder, admission={"when": "second_sight"}, store_generated=True
+    )
+    blocks = len(TEXT) // 8
+    process, url = start(settings)
+    try:
+        ask(url, "a")
+        once = counters(url)
+        ask(url, "a")
+        drain(url)
+        twice = counters(url)
+    finally:
+        stop(process)
+    assert once["store_not_admitted_blocks_total"] >= blocks
+    assert once["store_blocks_total"] == 0
+    assert twice["store_blocks_total"] >= blocks
+
+
 def test_a_second_process_reuses_what_the_first_one_stored(tmp_path):
     folder = save_tiny(tmp_path / "model")
-    settings = {
-        "model": str(folder),
-        "pool": [str(tmp_path / "pool")],
-        "capacity_bytes": 1 << 26,
-        "free_bytes_min": 0,
-        "host_bytes": 1 << 22,
-        "port": 0,
-        "block_tokens": 8,
-        "load_share": 1e9,
-    }
+    settings = pool_settings(tmp_path, folder, load_share=1e9)
     process, url = start(settings)
     try:
         first = ask(url, "a")

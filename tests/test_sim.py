@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.cli import simulate as simulate_command
+from kvdepot.cli.admission import Admit
 from kvdepot.cli.main import run
 from kvdepot.errors import ConfigError
 from kvdepot.policy.admission import AdmissionSettings
@@ -443,7 +444,7 @@ def test_the_command_refuses_what_means_nothing(trace, options, capsys):
 
 def test_the_command_simulates_the_prefill_that_it_is_told(trace):
     settings = simulate_command._settings(
-        simulate_command.Engine(prefill=1000.0), simulate_command.Store(), "on"
+        simulate_command.Engine(prefill=1000.0), simulate_command.Store(), Admit(), "on"
     )
     assert settings.prefill.seconds(10) == pytest.approx(0.01, rel=0.01)
     late = settings.prefill.seconds(10, 100_000) / settings.prefill.seconds(10)

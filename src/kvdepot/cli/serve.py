@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from kvdepot.cli.admission import Admit
 from kvdepot.errors import ConfigError
 from kvdepot.units import GIB, parse_bytes
 
@@ -27,6 +28,8 @@ def serve(
     capacity: str | None = None,
     block_tokens: int | None = None,
     device: Literal["auto", "cpu", "gpu"] = "auto",
+    admit: Admit = Admit(),
+    store_generated: bool = False,
     host: str = "127.0.0.1",
     port: int = 8000,
 ) -> int:
@@ -48,6 +51,8 @@ def serve(
             the free space.
         block_tokens: Tokens in a block; by default chosen by the size of the model's KV.
         device: gpu or cpu; by default what the installed vLLM is for.
+        admit: What is written.
+        store_generated: Write the KV of answers too.
         host: Address that the embedded engine listens on; it asks for no key, so keep it local.
         port: Port of the embedded engine; vLLM takes its own behind the --.
     """
@@ -55,23 +60,28 @@ def serve(
         if vllm_arguments:
             raise ConfigError("arguments behind -- are for vLLM, and the engine is embedded")
         return _embedded(
-            model, pool or [], host_bytes, capacity, block_tokens=block_tokens, host=host, port=port
+            model,
+            pool or [],
+            host_bytes,
+            capacity,
+            admit,
+            store_generated=store_generated,
+            block_tokens=block_tokens,
+            host=host,
+            port=port,
         )
     from kvdepot.cli.vllm import serve as serve_vllm
 
-    if not model:
-        raise ConfigError("no model is named", hint="kvdepot serve MODEL --pool URL")
-    if not pool:
-        raise ConfigError("no pool is named", hint="add --pool URL, for example --pool /srv/kv")
-    if (host, port) != ("127.0.0.1", 8000):
-        raise ConfigError(
-            "--host and --port are the embedded engine's",
-            hint="give vLLM's behind a --, for example: -- --port 8001",
-        )
+    _check_for_vllm(
+        model,
+        pool,
+        is_addressed=(host, port) != ("127.0.0.1", 8000),
+        is_choosy=(admit, store_generated) != (Admit(), False),
+    )
     return serve_vllm(
         model,
         vllm_arguments,
-        pool=pool,
+        pool=pool or [],
         host_bytes=host_bytes,
         capacity=capacity,
         block_tokens=block_tokens,
@@ -79,15 +89,29 @@ def serve(
     )
 
 
+def _check_for_vllm(
+    model: str, pool: list[str] | None, *, is_addressed: bool, is_choosy: bool
+) -> None:
+    if not model:
+        raise ConfigError("no model is named", hint="kvdepot serve MODEL --pool URL")
+    if not pool:
+        raise ConfigError("no pool is named", hint="add --pool URL, for example --pool /srv/kv")
+    if is_addressed:
+        raise ConfigError(
+            "--host and --port are the embedded engine's",
+            hint="give vLLM's behind a --, for example: -- --port 8001",
+        )
+    if is_choosy:
+        raise ConfigError("what is written can be chosen for the embedded engine only")
+
+
 def _embedded(
     model: str,
     pool: list[str],
     host_bytes: str | None,
     capacity: str | None,
-    *,
-    block_tokens: int | None,
-    host: str,
-    port: int,
+    admit: Admit,
+    **options: Any,
 ) -> int:
     from kvdepot.serving.running import serve_embedded
     from kvdepot.serving.settings import ServerSettings
@@ -100,9 +124,8 @@ def _embedded(
         pool=tuple(pool),
         host_bytes=GIB if host_bytes is None else parse_bytes(host_bytes),
         capacity_bytes=None if capacity is None else parse_bytes(capacity),
-        block_tokens=block_tokens,
-        host=host,
-        port=port,
+        admission=admit.settings(),
+        **options,
     )
     serve_embedded(settings, on_ready=lambda url: print(f"serving at {url}", file=sys.stderr))
     return 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from cyclopts import Parameter
 
+from kvdepot.cli.admission import Admit
 from kvdepot.errors import ConfigError
 from kvdepot.units import format_bytes, parse_bytes
 
@@ -54,16 +55,12 @@ class Store:
         disk: Capacity of the pool.
         read: Bytes a second that the storage reads, for all engines together.
         latency: Seconds until the first byte.
-        admit: What is written: always, or second_sight.
-        write_budget: Bytes that one engine may write a day; 0 is no limit.
         fault: How the storage does over time: 100:0.01,130:1 is a hundredth of it from second 100 to 130.
     """
 
     disk: str = "4TiB"
     read: str = "6GB"
     latency: float = 0.002
-    admit: Literal["always", "second_sight"] = "always"
-    write_budget: str = "0"
     fault: str = ""
 
 
@@ -73,6 +70,7 @@ def simulate(
     *,
     engine: Engine = Engine(),
     store: Store = Store(),
+    admit: Admit = Admit(),
     policies: Literal["on", "load_all", "off"] = "on",
     load: float = 1.0,
     requests: int = 0,
@@ -84,6 +82,7 @@ def simulate(
         trace: JSON lines in Mooncake's format.
         engine: The simulated engines.
         store: The simulated storage.
+        admit: What is written.
         policies: on; load_all: load every hit, with no deadline; off: no storage.
         load: How many times as many requests a second as the trace has.
         requests: Repeat the trace until there are so many; 0 takes it as it is.
@@ -92,7 +91,7 @@ def simulate(
     from kvdepot.sim.trace import read_trace, repeated, rescaled
     from kvdepot.sim.world import simulate as run
 
-    settings = _settings(engine, store, policies)
+    settings = _settings(engine, store, admit, policies)
     settings.check()
     if load <= 0:
         raise ConfigError(f"the load must be positive, not {load}")
@@ -113,9 +112,8 @@ def simulate(
 
 
 def _settings(
-    engine: Engine, store: Store, policies: Literal["on", "load_all", "off"]
+    engine: Engine, store: Store, admit: Admit, policies: Literal["on", "load_all", "off"]
 ) -> SimSettings:
-    from kvdepot.policy.admission import AdmissionSettings
     from kvdepot.sim.settings import Prefill, SimSettings
 
     if engine.prefill <= 0 or engine.prefill_at_100k < 1:
@@ -136,9 +134,7 @@ def _settings(
         factors=_factors(store.fault),
         policies=policies,
         can_meet=engine.meet,
-        admission=AdmissionSettings(
-            when=store.admit, bytes_per_day=parse_bytes(store.write_budget)
-        ),
+        admission=admit.settings(),
     )
 
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
+
+import msgspec
 
 from kvdepot.errors import ConfigError
+from kvdepot.units import parse_bytes
 
 __all__ = ["Admission", "AdmissionSettings", "Admitted", "SeenBefore", "StoreClass", "WriteBudget"]
 
@@ -29,17 +32,42 @@ class StoreClass(Enum):
     GENERATED = "generated"
 
 
-class AdmissionSettings(NamedTuple):
-    """What is admitted."""
+class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is admitted; the same for every engine."""
 
     #: ``always``; or ``second_sight``: a block is written when it is computed for the second time
     when: Literal["always", "second_sight"] = "always"
     #: shorter prompts are not written; they are quick to compute
     prompt_tokens_min: int = 0
+    #: the answers' own tokens are written as well, where the engine offers them
+    generated: bool = True
     #: bytes a day; 0 is no limit
     bytes_per_day: int = 0
-    #: keys that second sight remembers
+    #: keys that second sight remembers, two bytes each, twice over
     seen_keys_max: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.when not in ("always", "second_sight"):
+            raise ConfigError(f"admission is 'always' or 'second_sight', not {self.when!r}")
+        if self.bytes_per_day < 0 or self.prompt_tokens_min < 0:
+            raise ConfigError("limits of admission cannot be negative")
+        if self.seen_keys_max < 1:
+            raise ConfigError(
+                f"second sight must remember at least one key, not {self.seen_keys_max}"
+            )
+
+    @classmethod
+    def of(cls, *, bytes_per_day: str | int = 0, **settings: object) -> Self:
+        """Build settings with the budget as a size such as ``"500GB"``.
+
+        Raises:
+            ConfigError: an unknown setting, a wrong type, or a value out of range.
+        """
+        fields = dict(settings, bytes_per_day=parse_bytes(bytes_per_day))
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"admission settings: {error}") from error
 
 
 class Admitted(NamedTuple):
@@ -65,8 +93,6 @@ class SeenBefore:
     _PROBES = 3
 
     def __init__(self, keys_max: int) -> None:
-        if keys_max < 1:
-            raise ConfigError(f"second sight must remember at least one key, not {keys_max}")
         self._keys_max = keys_max
         self._bits = max(keys_max * self._BITS_PER_KEY, 64)
         self._young = bytearray(self._bits // 8 + 1)
@@ -142,10 +168,6 @@ class Admission:
     """
 
     def __init__(self, settings: AdmissionSettings = AdmissionSettings()) -> None:
-        if settings.when not in ("always", "second_sight"):
-            raise ConfigError(f"admission is 'always' or 'second_sight', not {settings.when!r}")
-        if settings.bytes_per_day < 0 or settings.prompt_tokens_min < 0:
-            raise ConfigError("limits of admission cannot be negative")
         self._settings = settings
         self._lock = threading.Lock()
         self._seen = SeenBefore(settings.seen_keys_max) if settings.when == "second_sight" else None
@@ -156,6 +178,7 @@ class Admission:
         """Everything is admitted, so nobody needs to ask."""
         return (
             self._seen is None
+            and self._settings.generated
             and not self._settings.prompt_tokens_min
             and not self._budget.is_limited
         )
@@ -178,9 +201,13 @@ class Admission:
             prompt_tokens: length of the prompt that they belong to.
             kind: where they come from. Generated tokens are seen for the first time by nature.
         """
+        if kind is StoreClass.PROMPT:
+            is_of_class = prompt_tokens >= self._settings.prompt_tokens_min
+        else:
+            is_of_class = self._settings.generated
+        if not is_of_class:
+            return Admitted(0, "class")
         with self._lock:
-            if kind is StoreClass.PROMPT and prompt_tokens < self._settings.prompt_tokens_min:
-                return Admitted(0, "class")
             wanted = len(keys)
             refusal = ""
             if self._seen is not None:

@@ -21,6 +21,7 @@ from kvdepot.engines.transformers import EmbeddedEngine
 from kvdepot.errors import ConfigError, KvdepotError
 from kvdepot.identity import Identity
 from kvdepot.io.models import ModelFiles, model_files, small_model
+from kvdepot.policy.policies import Policies
 from kvdepot.serving.app import Depots, make_app
 from kvdepot.serving.queueing import EngineThread
 from kvdepot.serving.settings import ServerSettings, decode_settings
@@ -82,7 +83,12 @@ def _opened(settings: ServerSettings, files: ModelFiles) -> EmbeddedEngine:
             if value is not None
         }
         config = PoolConfig.of(*settings.pool, **options) if settings.pool else None
-        return Depot.open(identity, pool=config, host_bytes=settings.host_bytes)
+        return Depot.open(
+            identity,
+            pool=config,
+            host_bytes=settings.host_bytes,
+            policies=Policies(admission=settings.admission),
+        )
 
     return EmbeddedEngine.open(
         files.folder,
@@ -90,6 +96,7 @@ def _opened(settings: ServerSettings, files: ModelFiles) -> EmbeddedEngine:
         dtype=settings.dtype,
         block_tokens=settings.block_tokens,
         load_share=settings.load_share,
+        store_generated=settings.store_generated,
         depot=open_depot if settings.pool or settings.memory_only else None,
     )
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from kvdepot.errors import ConfigError
+from kvdepot.policy.admission import AdmissionSettings
 from kvdepot.units import GIB, MIB
 
 __all__ = ["ServerSettings", "decode_settings"]
@@ -34,8 +35,13 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     #: requests that may wait; more are refused with 429 instead of waiting for minutes unseen
     queue_requests: _Positive = 256
-    #: a load is given up after this share of the time that computing its tokens would take
-    load_share: float = 0.08
+    #: what is written to the pool
+    admission: AdmissionSettings = AdmissionSettings()
+    #: offer the answers' own tokens too
+    store_generated: bool = False
+    #: load whatever is found, and give it up after this share of the time that computing its tokens
+    #: would take; None: the depot's policies decide
+    load_share: float | None = None
     block_tokens: int | None = None
     dtype: str = "float32"
     #: bodies that are larger are refused; 16 MiB is more text than any context takes
@@ -44,6 +50,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def __post_init__(self) -> None:
         if self.memory_only and self.pool:
             raise ConfigError("memory_only is without a pool, and a pool is named")
+        if self.store_generated and not self.admission.generated:
+            raise ConfigError("answers are to be stored, and admission does not want them")
 
 
 def decode_settings(text: str | bytes) -> ServerSettings:
