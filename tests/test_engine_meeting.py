@@ -66,11 +66,16 @@ class Opened:
     def expect(self, *, token_s: float, load_s: float, blocks: int = PROMPT // BLOCK) -> None:
         """Have the policies believe that computing and reading take so long."""
         size = blocks * sum(self.engine.identity.block_bytes)
+        self.expect_computing(token_s)
+        for _ in range(8):
+            self.cost.loaded("disk", size, load_s)
+            self.cost.loaded("disk", 2 * size, 2 * load_s)
+
+    def expect_computing(self, token_s: float) -> None:
+        """Have the policies know how long computing takes, and nothing of the storage."""
         for _ in range(8):
             for tokens in (64, 128, 256):
                 self.cost.computed(tokens, 0, token_s * tokens)
-            self.cost.loaded("disk", size, load_s)
-            self.cost.loaded("disk", 2 * size, 2 * load_s)
 
     def answer(self, prompt) -> Result:
         *_, result = self.engine.generate(prompt, max_new_tokens=5)
@@ -184,3 +189,40 @@ def test_a_load_that_hangs_is_given_up_after_the_slack(folder, stored):
         assert found.token_ids == expected
         assert found.computed_tokens == len(prompt)
         assert opened.engine.depot.counters()["reuse_ended_deadline_total"] == 1
+
+
+def test_quick_storage_of_unknown_speed_is_awaited(folder, stored):
+    pool, prompt, expected = stored
+    with Opened(folder, pool) as opened:
+        opened.expect_computing(1.0)
+        found = opened.answer(prompt)
+        assert opened.mode() is Mode.MEET
+        assert found.token_ids == expected
+        assert found.reused_tokens["disk"] == PROMPT // BLOCK * BLOCK
+
+
+def test_what_is_in_memory_is_pasted_although_no_pass_came_before(folder, stored):
+    pool, prompt, expected = stored
+    with Opened(folder, pool) as opened:
+        opened.expect_computing(1.0)
+        opened.answer(prompt[: 10 * BLOCK + 1])
+        opened.cost._reads.clear()
+        found = opened.answer(prompt)
+        assert opened.mode() is Mode.MEET
+        assert found.token_ids == expected
+        assert found.reused_tokens["host"] == 10 * BLOCK
+        assert found.reused_tokens["disk"] == (PROMPT // BLOCK - 10) * BLOCK
+
+
+def test_storage_of_unknown_speed_that_hangs_gets_a_look_and_no_more(folder, stored):
+    pool, prompt, expected = stored
+    with Opened(folder, pool) as opened:
+        opened.expect_computing(0.04)  # ten seconds for the prompt, so 0.8 may be lost
+        barrier = opened.faults.hold("read")
+        found = opened.answer(prompt)
+        assert opened.mode() is Mode.MEET
+        assert found.token_ids == expected
+        assert found.computed_tokens == len(prompt)
+        lost_s = opened.engine.depot.policies.recent()[-1].load_s
+        assert 0.2 < lost_s <= 0.8
+        barrier.open()

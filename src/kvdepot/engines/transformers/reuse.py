@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from kvdepot.clock import Clock
@@ -93,13 +94,17 @@ class Reuse:
             if plan.mode is Mode.MEET:
                 blocks = plan.near_blocks
                 chunks = depot.chunks(keys[blocks : plan.hit.blocks], is_from_back=True)
+                choice = plan.decision.choice
                 self.back = BackLoad(
                     chunks,
                     memory,
                     identity.groups,
                     self._block_tokens,
                     first_block=blocks,
-                    meet_block=plan.decision.choice.meet_block,
+                    meet_block=choice.meet_block,
+                    patience_s=choice.slack_s,
+                    is_unknown=math.isinf(choice.load_s),
+                    clock=self._clock,
                 )
         else:
             blocks = depot.lookup(keys).blocks
@@ -185,12 +190,14 @@ class Reuse:
         if plan is None or self._depot is None:
             return
         ended_by = self._restore.ended_by if self._restore is not None else None
+        waited_s = self._waited_s
         if self.back is not None:
             ended_by = self.back.ended_by or ended_by
+            waited_s += self.back.waited_s
         self._depot.finished(
             plan,
             reused_blocks=ceil_div(self.tokens, self._block_tokens),
-            load_s=self._waited_s,
+            load_s=waited_s,
             ended_by=ended_by,
         )
 

@@ -128,26 +128,32 @@ class Runner:
         """Compute the front of the prefix while its back is read, then what follows both."""
         total = len(ids) - reuse.tokens
         place = first = reuse.tokens
-        began_s = self._clock.monotonic_s()
+        computing_s = 0.0
         self._cache.begin(place, reuse.wait_for)
-        while place < min(back.start_token, len(ids) - 1):
-            span_s = self._clock.monotonic_s() - began_s
-            token_s = span_s / (place - first) if place > first else 0.0
-            count = back.pass_tokens(place, token_s, span_s)
+        while True:
+            back.await_back(place)
+            if place >= min(back.start_token, len(ids) - 1):
+                break
+            token_s = computing_s / (place - first) if place > first else 0.0
+            count = back.pass_tokens(place, token_s)
             part = ids[place : min(place + count, back.start_token, len(ids) - 1)]
-            part_s = self._clock.monotonic_s()
+            started_s = self._clock.monotonic_s()
             self.forward(part)
+            part_s = self._clock.monotonic_s() - started_s
+            computing_s += part_s
             if place > first and len(part) >= _RATE_TOKENS_MIN:
                 # the first one may have waited for blocks in memory to be pasted
-                self._on_computed(len(part), place, self._clock.monotonic_s() - part_s)
+                self._on_computed(len(part), place, part_s)
             place += len(part)
             self._cache.end_gate()
             back.paste(place)
             self._on_progress(place - first, total)
         reuse.met()
         tail = min(back.end_token, len(ids) - 1)
-        self._cache.begin(tail)
+        # without a pass before it, this one pastes what was in memory
+        self._cache.begin(tail, None if place > first else reuse.wait_for)
         logits = self.forward(ids[tail:])
+        self._cache.end_gate()
         self._on_progress(total, total)
         return logits
 
