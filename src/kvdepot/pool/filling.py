@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvdepot.io.buffers import ALIGNMENT, address_of, aligned_bytes
+from kvdepot.io.buffers import ALIGNMENT, aligned_bytes, merged_rows
 from kvdepot.pool.catalog import SegmentEntry
 from kvdepot.pool.reservation import Reservation
 from kvdepot.pool.root import Root
@@ -86,8 +86,10 @@ def _records_of(placed: Sequence[Placed]) -> Records:
 def parts_of(items: Sequence[Item]) -> list[memoryview]:
     """What to write: the caller's memory where it is aligned, else a padded copy."""
     data = [item.write.data.cast("B") for item in items]
-    if all(view.nbytes % ALIGNMENT == 0 and address_of(view) % ALIGNMENT == 0 for view in data):
-        return data
+    # neighbours as one part: the kernel pins their pages in longer runs
+    parts = merged_rows(data)
+    if parts is not None:
+        return parts
     staging = aligned_bytes(sum(item.padded_bytes for item in items))
     start = 0
     for item, view in zip(items, data, strict=True):
