@@ -101,6 +101,9 @@ def test_a_plan_is_measured_and_reported(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
     assert summary.break_even[0].stored_token_bytes == summary.break_even[0].token_bytes
     assert "</html>" in (out / "report.html").read_text(encoding="utf-8")
+    # nothing of it names the machine's folders
+    for name in ("plan.json", "summary.json", "rows.jsonl", "windows.jsonl", "report.html"):
+        assert str(tmp_path) not in (out / name).read_text(encoding="utf-8")
     # the plan names no interpreter, and the same command has nothing left to do
     kept = json.loads((out / "plan.json").read_bytes())
     assert kept["arms"][0]["command"][0] == "{python}"

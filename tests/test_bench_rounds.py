@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from kvdepot.bench.blocks import schedule
 from kvdepot.bench.breakeven import fit_curve, predict
-from kvdepot.bench.conduct import schedule
 from kvdepot.bench.figures import tokens_of
-from kvdepot.bench.guard_rounds import Result, check_drift
+from kvdepot.bench.guard_rounds import Result
+from kvdepot.bench.guard_time import check_drift
 from kvdepot.bench.guards import GUARDS, verdict_of
 from kvdepot.bench.headlines import ratios_of
 from kvdepot.bench.plan import Arm, Round

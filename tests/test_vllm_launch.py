@@ -12,7 +12,7 @@ import pytest
 from kvdepot.config import PoolConfig
 from kvdepot.engines.vllm import installed
 from kvdepot.engines.vllm.arguments import VllmArguments
-from kvdepot.engines.vllm.cpudefaults import cpu_defaults
+from kvdepot.engines.vllm.cpudefaults import cpu_defaults, equal_cores
 from kvdepot.engines.vllm.installed import InstalledVllm
 from kvdepot.engines.vllm.launch import Wishes, pool_config, prepare
 from kvdepot.errors import ConfigError, PoolUrlError
@@ -221,6 +221,15 @@ def test_the_user_wins():
     given = ("--dtype=bfloat16", "--no-enforce-eager", "--kv-cache-memory-bytes", "4G")
     assert defaults(*given) == ((), {})
     assert defaults(environment={"VLLM_CPU_KVCACHE_SPACE": "9"}).environment == {}
+
+
+def test_engines_that_are_compared_compute_on_as_many_cores():
+    reserved = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+    # what vLLM keeps free where there is a connector, in all of them
+    assert equal_cores(VllmArguments(()), {}) == {reserved: "2"}
+    assert equal_cores(VllmArguments(("--tensor-parallel-size", "2")), {}) == {reserved: "4"}
+    assert equal_cores(VllmArguments(()), {reserved: "0"}) == {}
+    assert equal_cores(VllmArguments(()), {"VLLM_CPU_OMP_THREADS_BIND": "0-3"}) == {}
 
 
 def test_the_kv_cache_takes_a_quarter_of_the_memory_at_most_and_a_gib_at_least():

@@ -1,41 +1,29 @@
-"""The rounds: which engine is started when, what it is asked, and what is counted around it.
-
-A *block* is one run of one arm: all rounds of that arm, in the plan's order. Blocks of different arms
-take turns, so that a machine that slowly changes changes for all of them.
-"""
+"""The rounds: which engine is started when, what it is asked, and what is counted around it."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvdepot.bench.asking import Asker, block_tokens_of, edge_of
+from kvdepot.bench.blocks import Block, count_of, lengths_of, requests_of, rounds_of, schedule
 from kvdepot.bench.client import Client, Prompt
 from kvdepot.bench.launch import Running
 from kvdepot.bench.oracle import Shadow
-from kvdepot.bench.plan import Arm, Plan, Round
+from kvdepot.bench.plan import Arm, Round
 from kvdepot.bench.prompts import document_of, units_of
 from kvdepot.bench.rig import Rig
 from kvdepot.bench.rows import Kind, Row
 from kvdepot.bench.scrape import counts_of
+from kvdepot.bench.settling import settle
 from kvdepot.bench.windows import Window, compile_lines
 from kvdepot.errors import ConfigError
 from kvdepot.io.filesystem import drop_cached_pages, free_bytes_of
 from kvdepot.io.readrate import read_rate
 from kvdepot.units import format_bytes
 
-__all__ = ["CALIBRATION", "Block", "Conductor", "schedule"]
-
-CALIBRATION = Round(name="R0", role="recompute", expects="computed")
-
-
-class Block(NamedTuple):
-    """One run of one arm."""
-
-    run: int
-    arm: Arm
+__all__ = ["Conductor"]
 
 
 class _Place(NamedTuple):
@@ -48,21 +36,6 @@ class _Place(NamedTuple):
     attempt: int
 
 
-def schedule(plan: Plan, arms: Sequence[Arm]) -> list[Block]:
-    """The blocks in their order: A B B A, or shuffled within each run; readers behind what they read."""
-    order = random.Random(plan.seed)
-    blocks = []
-    for run in range(plan.runs):
-        turn = list(arms)
-        if plan.order == "random":
-            order.shuffle(turn)
-        elif run % 2:
-            turn.reverse()
-        turn.sort(key=lambda arm: arm.role == "reader")
-        blocks += [Block(run, arm) for arm in turn]
-    return blocks
-
-
 class Conductor:
     """Runs the rounds of a plan.
 
@@ -72,7 +45,7 @@ class Conductor:
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
-        self._plan = rig.session.state.plan
+        self._plan = rig.session.plan
         self._documents = rig.session.documents()
         #: warm-up requests of each length that the running process has had
         self._warm: dict[int, int] = {}
@@ -83,16 +56,16 @@ class Conductor:
 
     def run(self) -> None:
         """Measure what is not measured yet. Blocks; the engines are ended in the end."""
-        blocks = schedule(self._plan, self._rig.session.state.arms)
-        self._total = sum(self._requests_of(block) for block in blocks)
+        blocks = schedule(self._plan, self._rig.session.arms)
+        self._total = sum(requests_of(self._plan, block) for block in blocks)
         try:
             for block in blocks:
-                rounds = self._rounds_of(block)
+                rounds = rounds_of(self._plan, block)
                 if not rounds:
                     continue
                 name = rounds[-1].name
                 if self._rig.session.is_done(block.run, block.arm.name, round_name=name):
-                    self._done += self._requests_of(block)
+                    self._done += requests_of(self._plan, block)
                     continue
                 attempt = self._rig.session.attempt(block.run, block.arm.name)
                 self._block(block, rounds, attempt)
@@ -100,35 +73,6 @@ class Conductor:
                 self._rig.session.mark_done(block.run, block.arm.name, name, attempt)
         finally:
             self._rig.launcher.stop()
-
-    # which requests
-
-    def _rounds_of(self, block: Block) -> list[Round]:
-        rounds = [each for each in self._plan.rounds if each.role == block.arm.role]
-        calibrates = block.run == 0 and block.arm.role == "recompute"
-        if rounds and calibrates and self._plan.calibrate_tokens:
-            rounds.insert(0, CALIBRATION)
-        return rounds
-
-    def _lengths_of(self, each: Round) -> Sequence[int]:
-        is_calibration = each is CALIBRATION
-        return self._plan.calibrate_tokens if is_calibration else self._plan.document_tokens
-
-    def _count_of(self, each: Round) -> int:
-        return 1 if each is CALIBRATION else each.requests or self._plan.requests
-
-    def _requests_of(self, block: Block) -> int:
-        total = 0
-        warm: set[int] = set()
-        for each in self._rounds_of(block):
-            lengths = self._lengths_of(each)
-            total += len(lengths) * self._count_of(each)
-            warm = set() if each.restarts else warm
-            total += self._plan.warmup_requests * len(set(lengths) - warm)
-            warm |= set(lengths)
-        return total
-
-    # doing it
 
     def _block(self, block: Block, rounds: Sequence[Round], attempt: int) -> None:
         arm = block.arm
@@ -155,7 +99,7 @@ class Conductor:
     async def _round(self, running: Running, block: Block, each: Round, attempt: int) -> None:
         arm = block.arm
         async with self._rig.client(running, arm) as client:
-            lengths = self._lengths_of(each)
+            lengths = lengths_of(self._plan, each)
             await self._cut_documents(client, lengths)
             for length in lengths:
                 place = _Place(block.run, arm, each, length, attempt)
@@ -180,19 +124,19 @@ class Conductor:
             self._step(f"{name}: warm-up", adds=1)
             await self._ask(client, asker, place, seq, kind="warmup")
             self._warm[place.length] = seq + 1
-        is_settled = await _settle(client, arm)
+        is_settled = await settle(client, arm, self._rig.clock)
         await self._check_space(client, place)
         if each.drops_pages and arm.pool:
             await asyncio.to_thread(drop_cached_pages, arm.pool, "*")
         residency = await asyncio.to_thread(self._rig.probe.residency, arm.pool)
         await self._remember(client, shadow, place)
         begin = await edge_of(client, running, arm, self._rig.probe, self._rig.clock)
-        count = self._count_of(each)
+        count = count_of(self._plan, each)
         for seq in range(count):
             self._step(f"{name}: request {seq + 1} of {count}", adds=1)
             await self._ask(client, asker, place, seq, kind="measured")
         if each.salts == "fresh":
-            is_settled = await _settle(client, arm)
+            is_settled = await settle(client, arm, self._rig.clock)
         end = await edge_of(client, running, arm, self._rig.probe, self._rig.clock)
         log = await asyncio.to_thread(self._rig.probe.log, running.log)
         self._rig.session.add_window(
@@ -273,7 +217,7 @@ class Conductor:
     def _source_of(self, place: _Place) -> tuple[str, int]:
         """The arm that stored what a reader reads, and its attempt."""
         stored = next(each for each in self._plan.rounds if each.name == place.round.of)
-        arms = self._rig.session.state.arms
+        arms = self._rig.session.arms
         source = next(arm.name for arm in arms if arm.role == stored.role)
         return source, self._rig.session.done_attempt(place.run, source)
 
@@ -286,7 +230,7 @@ class Conductor:
             # follow-ups of the storing arm have stored their questions as well
             if each.role == "reader" or source not in (each.name, each.of):
                 continue
-            for seq in range(self._count_of(each)):
+            for seq in range(count_of(self._plan, each)):
                 text = self._documents[place.length].text(self._question_of(each, seq))
                 units = units_of(await client.token_ids(text), text)
                 shadow.add(self._salt(place, seq, "measured"), units)
@@ -296,7 +240,7 @@ class Conductor:
         if not each.restarts or running.is_new:
             return []
         arm_resets = next(
-            (arm.resets for arm in self._rig.session.state.arms if arm.role == each.role), ()
+            (arm.resets for arm in self._rig.session.arms if arm.role == each.role), ()
         )
         if not arm_resets:
             return ["the engine was not started anew before this round"]
@@ -308,9 +252,3 @@ class Conductor:
     def _step(self, what: str, *, adds: int = 0) -> None:
         self._done += adds
         self._rig.tell(what, self._done, self._total)
-
-
-async def _settle(client: Client, arm: Arm) -> bool | None:
-    """Wait until what was stored is visible; None where the engine cannot be asked."""
-    results = [await client.post(path) for path in arm.settles]
-    return all(results) if results else None

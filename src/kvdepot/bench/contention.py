@@ -111,13 +111,13 @@ def noise_order(noises: Sequence[Noise], *, seed: int) -> list[Noise]:
 
 def contend(rig: Rig) -> None:
     """Run what is not measured yet. Blocks."""
-    contention = rig.session.state.plan.contention
+    contention = rig.session.plan.contention
     if contention is None:
         return
     runner = LoadRunner(rig)
     try:
-        for arm in (each for each in rig.session.state.arms if each.role in contention.roles):
-            for noise in noise_order(contention.noises, seed=rig.session.state.plan.seed):
+        for arm in (each for each in rig.session.arms if each.role in contention.roles):
+            for noise in noise_order(contention.noises, seed=rig.session.plan.seed):
                 with NoiseMaker(noise, arm) as maker:
                     load, traffic = contention.load, contention.traffic
                     runner.measure(LoadPlace(0, arm, noise.name, load, traffic, 0))

@@ -9,8 +9,9 @@ import msgspec
 from kvdepot.bench.quantiles import Quantile, quantile
 from kvdepot.bench.rows import Row
 from kvdepot.bench.runstats import median
+from kvdepot.bench.scrape import Counts
 
-__all__ = ["Times", "Tokens", "per_run_median", "times_of", "tokens_of"]
+__all__ = ["Parts", "Times", "Tokens", "parts_of", "per_run_median", "times_of", "tokens_of"]
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,53 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens computed over those that had to be."""
         least = 1 - self.oracle_share
         return (1 - self.share) / least if least > 0 else None
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a TTFT is made of: means over requests, in seconds. Together they are the client's mean TTFT."""
+
+    #: None where the engine counts it as `load_s`
+    queue_s: float | None
+    #: lookup and load, as far as computing did not hide it
+    load_s: float
+    compute_s: float
+    #: in none of these: the server's front, the network, the client
+    rest_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The client's mean TTFT."""
+        return (self.queue_s or 0.0) + self.load_s + self.compute_s + self.rest_s
+
+
+def parts_of(rows: Sequence[Row], counts: Sequence[Counts]) -> Parts | None:
+    """The parts of requests' TTFT; None where the engine does not tell them.
+
+    Args:
+        rows: all requests of some windows.
+        counts: what the engine counted in these windows.
+    """
+    ttfts = [row.ttft_s for row in rows if row.is_ok and row.ttft_s is not None]
+    queue = _all([each.queue_s for each in counts])
+    compute = _all([each.compute_s for each in counts])
+    # a request that failed is in the engine's sums or not, who knows
+    if queue is None or compute is None or not ttfts or len(ttfts) < len(rows):
+        return None
+    load = _all([each.load_s for each in counts])
+    n = len(ttfts)
+    rest = sum(ttfts) - queue - compute - (load or 0.0)
+    return Parts(
+        queue_s=None if load is None else queue / n,
+        load_s=(queue if load is None else load) / n,
+        compute_s=compute / n,
+        rest_s=rest / n,
+    )
+
+
+def _all(values: Sequence[float | None]) -> float | None:
+    """Their sum; None when one is missing."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
 
 
 def times_of(values: Sequence[float]) -> Times | None:

@@ -13,14 +13,13 @@ from kvdepot.bench.runstats import median
 from kvdepot.bench.windows import Window
 from kvdepot.units import format_bytes
 
-__all__ = ["Result", "check_drift", "check_pair", "check_result", "check_salts"]
+__all__ = ["Result", "check_pair", "check_result", "check_salts"]
 
 _BYTES_TOLERANCE = 0.03
 _ISOLATION_SHARE = 0.98
 _RESIDENCY_MAX = 0.01
 _ERRORS_MAX = 0.001
 _RATE_MIN = 0.87
-_DRIFT_MAX = 0.05
 _MATCH_SLACK = 0.05
 _FOREIGN_MAX = 0.02
 _WARMUPS_MIN = 3
@@ -214,6 +213,8 @@ def _isolation_of_windows(result: Result) -> Iterator[Finding]:
             refused = any("REFUSED" in each for each in window.notes)
             check = invalid if refused else note
             yield check("G3", where, arm, "; ".join(window.notes) or "no restart before the round")
+        if window.is_settled is False:
+            yield note("G3", where, arm, "the pool still changed when the round began")
         if window.page_residency is None:
             yield note("G3", where, arm, "not evaluated: the page cache (no pool folder is named)")
         elif window.page_residency > _RESIDENCY_MAX:
@@ -377,17 +378,3 @@ def _of_window(result: Result, window: Window) -> list[Row]:
         and (row.run, row.attempt, row.length, row.load)
         == (window.run, window.attempt, window.length, window.load)
     ]
-
-
-def check_drift(recompute: Result) -> Iterator[Finding]:
-    """G9: the first and the last block of the control arm."""
-    runs = sorted({row.run for row in recompute.good})
-    if len(runs) < 2:
-        yield note("G9", "", "", "not evaluated: one run only")
-        return
-    first, last = (
-        median([row.ttft_s or 0.0 for row in recompute.good if row.run == run])
-        for run in (runs[0], runs[-1])
-    )
-    if abs(last / first - 1) > _DRIFT_MAX:
-        yield note("G9", "", "", f"recomputing took {last / first - 1:+.0%} at the end of the test")

@@ -46,6 +46,7 @@ def result_page(
         *_verdict(summary, words),
         *_rounds(summary, words),
         *_headlines(summary, words),
+        *_parts(summary.rounds, words),
         *_sources(summary.rounds, words),
         *_distribution(samples or {}, words),
         *_bytes(summary, words),
@@ -167,6 +168,29 @@ def _headlines(summary: Summary, words: Words) -> Iterator[Html]:
         verdict = words("equal") if equal.result.is_equal else words("not_equal")
         p = "" if equal.result.p is None else f", p = {equal.result.p:.2g}"
         yield paragraph(f"{equal.name}: {equal.result.ratio:.2f}, {verdict}{p}")
+
+
+def _parts(rounds: Sequence[RoundFigures], words: Words) -> Iterator[Html]:
+    shown = [(each, each.parts) for each in rounds if each.parts is not None]
+    if not shown:
+        return
+    yield tag("h2", text(words("parts")))
+    yield paragraph(words("parts_lead"), class_="soft")
+    rows = [
+        (
+            each.round,
+            each.arm,
+            count_text(each.length),
+            seconds_text(parts.total_s),
+            "-" if parts.queue_s is None else seconds_text(parts.queue_s),
+            seconds_text(parts.load_s),
+            seconds_text(parts.compute_s),
+            seconds_text(parts.rest_s),
+        )
+        for each, parts in shown
+    ]
+    heads = ("round", "arm", "tokens", "mean_ttft", "queue", "load_part", "compute_part", "rest")
+    yield data_table([words(head) for head in heads], rows)
 
 
 def _sources(rounds: Sequence[RoundFigures], words: Words) -> Iterator[Html]:

@@ -18,16 +18,19 @@ from kvdepot.bench.prompts import units_of
 from kvdepot.bench.rig import Rig
 from kvdepot.bench.rows import Kind, Row
 from kvdepot.bench.saturation import find_saturation, is_sustained
+from kvdepot.bench.settling import settle
 from kvdepot.bench.traces import read_trace_rows, spread_bins
 from kvdepot.bench.traffic import Ask, session_turns, storm_turns, trace_turns
 from kvdepot.bench.windows import Edge, Window, compile_lines
 from kvdepot.errors import ConfigError
 from kvdepot.io.results import read_whole
 
-__all__ = ["LoadPlace", "LoadRunner"]
+__all__ = ["LOAD_WARMUPS", "TRIAL_REQUESTS", "LoadPlace", "LoadRunner"]
 
-_WARMUPS = 3
-_TRIAL_REQUESTS = 60
+#: discarded requests before each load point
+LOAD_WARMUPS = 3
+#: of each trial of a saturation rate
+TRIAL_REQUESTS = 60
 
 
 class LoadPlace(NamedTuple):
@@ -62,10 +65,10 @@ class LoadRunner:
 
     def peak(self) -> None:
         """All load points of the peak test that are not measured yet; blocks."""
-        peak = self._rig.session.state.plan.peak
+        peak = self._rig.session.plan.peak
         if peak is None:
             return
-        arms = [arm for arm in self._rig.session.state.arms if arm.role in peak.roles]
+        arms = [arm for arm in self._rig.session.arms if arm.role in peak.roles]
         try:
             for run in range(peak.runs):
                 for arm in arms if run % 2 == 0 else arms[::-1]:
@@ -105,14 +108,14 @@ class LoadRunner:
     async def _saturation(self, client: Client, running: Running, place: LoadPlace) -> None:
         """Find the rate; the last trial that was kept up with is what the report shows."""
         trial = 0
-        count = place.load.requests or _TRIAL_REQUESTS
+        count = place.load.requests or TRIAL_REQUESTS
         await self._warm_up(client, place, self._turns(place))
 
         async def keeps_up(rate: float) -> bool:
             nonlocal trial
             trial += 1
             salt = self._salt(place, f"trial {trial}")
-            seed = self._rig.session.state.plan.seed + trial
+            seed = self._rig.session.plan.seed + trial
             turns = session_turns(
                 place.traffic, place.load, self._rig.material, salt=salt, seed=seed, count=count
             )
@@ -133,7 +136,7 @@ class LoadRunner:
             place.load,
             self._rig.material,
             salt=self._salt(place, "storm"),
-            seed=self._rig.session.state.plan.seed,
+            seed=self._rig.session.plan.seed,
             count=2 * sessions,
         )
         firsts, returns = storm_turns(turns, sessions)
@@ -142,8 +145,7 @@ class LoadRunner:
             async with self._rig.client(running, place.arm) as client:
                 shadow = await self._shadow(client, place)
                 await self._send_all(client, place, firsts, shadow, kind="warmup", connections=1)
-                for path in place.arm.settles:
-                    await client.post(path)
+                await settle(client, place.arm, self._rig.clock)
             return shadow
 
         async def come_back(again: Running, shadow: Shadow) -> None:
@@ -157,7 +159,7 @@ class LoadRunner:
     # what is sent
 
     def _turns(self, place: LoadPlace) -> list[Turn[Ask]]:
-        traffic, load, seed = place.traffic, place.load, self._rig.session.state.plan.seed
+        traffic, load, seed = place.traffic, place.load, self._rig.session.plan.seed
         salt = self._salt(place, "turns")
         if load.kind == "trace":
             if not traffic.trace:
@@ -186,7 +188,7 @@ class LoadRunner:
         shadow = await self._shadow(client, place)
         some = [
             Turn(turn.item._replace(salt=f"{salt}{index}"))
-            for index, turn in enumerate(turns[:_WARMUPS])
+            for index, turn in enumerate(turns[:LOAD_WARMUPS])
         ]
         await self._send_all(client, place, some, shadow, kind="warmup", connections=1)
 
@@ -243,7 +245,7 @@ class LoadRunner:
             load=place.load.name,
             begin=begin,
             end=end,
-            warmups=_WARMUPS,
+            warmups=LOAD_WARMUPS,
             is_restarted=running.is_new,
             compile_lines=compile_lines(log[begin.log_bytes : end.log_bytes]),
             connections=place.load.connections if place.load.kind == "closed" else 0,

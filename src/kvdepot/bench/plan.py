@@ -1,6 +1,6 @@
 """The plan: what is asked of which arm in which round, as data. It is hashed before the first run.
 
-Presets are plans that come with the package: `quick`, `standard`, `article-a`, `article-b`.
+Presets are plans that come with the package: `quick`, `quick-vllm`, `standard`, `article-a`, `article-b`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "read_plan",
 ]
 
-PRESETS = ("quick", "standard", "article-a", "article-b")
+PRESETS = ("quick", "quick-vllm", "standard", "article-a", "article-b")
 
 Role = Literal["recompute", "tier", "dram", "reader"]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]

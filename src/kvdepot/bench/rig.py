@@ -42,7 +42,7 @@ class Rig(NamedTuple):
         endpoint = Endpoint(
             url=running.url,
             model=arm.model if not arm.command else "",
-            api=self.session.state.plan.api,
+            api=self.session.plan.api,
             salt=arm.salt,
             api_key=self.api_key,
         )

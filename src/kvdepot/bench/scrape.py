@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ _SAMPLE = re.compile(
     r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+([-+0-9.eE]+|NaN|[-+]?Inf)", re.MULTILINE
 )
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+#: of the embedded engine's metrics of seconds
+_OURS = ("queue", "load", "ttft")
 _VLLM_SOURCES = {
     "local_compute": "computed",
     "local_cache_hit": "device",
@@ -43,12 +46,20 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     corrupt_blocks: int | None = None
     dropped_blocks: int | None = None
     preemptions: int | None = None
+    #: seconds of all requests, up to their first tokens: waiting in the queue, waiting for loads,
+    #: computing. An engine that counts loads as waiting gives them in `queue_s`, and no `load_s`
+    queue_s: float | None = None
+    load_s: float | None = None
+    compute_s: float | None = None
 
     @property
     def prompt_tokens(self) -> int:
         """Of all sources."""
         return sum(self.tokens.values())
 
+
+_SPANS = ("queue_s", "load_s", "compute_s")
+_Number = TypeVar("_Number", int, float)
 
 Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -81,12 +92,26 @@ def counts_of(page: str | None) -> Counts:
                 return int(sum(found))
         return None
 
+    def seconds(name: str) -> float | None:
+        found = [value for (each, _), value in samples.items() if each == name]
+        return sum(found) if found else None
+
     def together(*names: str) -> int | None:
         found = [count for name in names if (count := total(name)) is not None]
         return sum(found) if found else None
 
+    queue_s, load_s, compute_s = (seconds(f"kvdepot_engine_{n}_seconds_total") for n in _OURS)
+    if compute_s is None:
+        queue_s = seconds("vllm:request_queue_time_seconds_sum")
+        compute_s = seconds("vllm:request_prefill_time_seconds_sum")
+    elif load_s is not None:
+        # ours counts up to the first token, loads included
+        compute_s -= load_s
     return Counts(
         tokens=tokens,
+        queue_s=queue_s,
+        load_s=load_s,
+        compute_s=compute_s,
         load_bytes=total("kvdepot_load_bytes_total", "kv_offload_tiering_read_bytes_total"),
         store_bytes=total("kvdepot_store_bytes_total", "kv_offload_tiering_write_bytes_total"),
         token_bytes=total("kvdepot_engine_kv_token_bytes"),
@@ -116,7 +141,7 @@ def _vllm_block(samples: Samples) -> int | None:
 def difference(after: Counts, before: Counts) -> Counts | None:
     """What happened between two scrapes; None when a counter went back: the engine was restarted."""
 
-    def change(now: int | None, then: int | None) -> int | None:
+    def change(now: _Number | None, then: _Number | None) -> _Number | None:
         return None if now is None else now - (then or 0)
 
     changes = {
@@ -132,8 +157,13 @@ def difference(after: Counts, before: Counts) -> Counts | None:
         "preemptions",
     )
     fields = {name: change(getattr(after, name), getattr(before, name)) for name in summed}
+    spans = {n: change(getattr(after, n), getattr(before, n)) for n in _SPANS}
     if any(value < 0 for value in [*tokens.values(), *fields.values()] if value is not None):
         return None
     return Counts(
-        tokens=tokens, token_bytes=after.token_bytes, block_tokens=after.block_tokens, **fields
+        tokens=tokens,
+        token_bytes=after.token_bytes,
+        block_tokens=after.block_tokens,
+        **fields,
+        **spans,
     )

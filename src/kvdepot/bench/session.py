@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvdepot.bench.places import without_folders
 from kvdepot.bench.plan import Arm, Plan, plan_digest
 from kvdepot.bench.prompts import Material, Prompts
 from kvdepot.bench.rows import Row, decode_rows, encode_row
@@ -42,6 +43,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     material: str
     material_digest: str
     environment: dict[str, str]
+    #: digest of plan and arms with the folders of the machine, which are not kept themselves
+    places: str = ""
 
 
 #: in the names of load points, and not in those of rounds
@@ -58,11 +61,26 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 class Session:
-    """A folder with its state, its rows and its windows."""
+    """A folder with its state, its rows and its windows.
 
-    def __init__(self, folder: ResultFolder, state: State) -> None:
+    Args:
+        folder: of the result.
+        state: as it is kept, without folders of the machine.
+        plan: as it is carried out; None: as it is kept.
+        arms: as they are started; None: as they are kept.
+    """
+
+    def __init__(
+        self,
+        folder: ResultFolder,
+        state: State,
+        plan: Plan | None = None,
+        arms: Sequence[Arm] | None = None,
+    ) -> None:
         self.folder = folder
         self.state = state
+        self.plan = state.plan if plan is None else plan
+        self.arms = state.arms if arms is None else tuple(arms)
         self.windows: list[Window] = list(decode_windows(folder.lines(WINDOWS)))
 
     def is_done(self, run: int, arm: str, *, round_name: str) -> bool:
@@ -172,9 +190,13 @@ def open_session(
     """Begin a result, or go on with one that was interrupted.
 
     Raises:
-        ConfigError: the folder holds the result of another plan.
+        ConfigError: the folder holds the result of another plan, or of the same one in other folders.
     """
-    digest = plan_digest(plan, arms, material.digest)
+    places = plan_digest(plan, arms, material.digest)
+    out = folder.path.resolve()
+    kept_plan = without_folders(plan, out)
+    kept_arms = tuple(without_folders(arm, out) for arm in arms)
+    digest = plan_digest(kept_plan, kept_arms, material.digest)
     kept = folder.read(STATE)
     if kept is not None:
         state = _decoded(kept, str(folder.path))
@@ -184,20 +206,26 @@ def open_session(
                 f"{digest[:12]})",
                 hint="give an empty folder: --out; to go on with a result, run it with the same plan",
             )
-        return Session(folder, state)
+        if state.places != places:
+            raise ConfigError(
+                f"{folder.path} was begun with a pool, a model or another folder elsewhere",
+                hint="to go on with a result, name the same folders; else give an empty one: --out",
+            )
+        return Session(folder, state, plan, arms)
     state = State(
         version=version,
         digest=digest,
         nonce=secrets.token_hex(8),
         began_wall_s=wall_s,
-        plan=plan,
-        arms=tuple(arms),
+        plan=kept_plan,
+        arms=kept_arms,
         material=material.name,
         material_digest=material.digest,
         environment=environment(),
+        places=places,
     )
     folder.write(STATE, msgspec.json.format(msgspec.json.encode(state), indent=1))
-    return Session(folder, state)
+    return Session(folder, state, plan, arms)
 
 
 def read_session(folder: ResultFolder) -> Session:

@@ -7,14 +7,22 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from kvdepot.bench.breakeven import BreakEven, Curve
-from kvdepot.bench.figures import Times, Tokens, per_run_median, times_of, tokens_of
+from kvdepot.bench.figures import (
+    Parts,
+    Times,
+    Tokens,
+    parts_of,
+    per_run_median,
+    times_of,
+    tokens_of,
+)
 from kvdepot.bench.guard_rounds import (
     Result,
-    check_drift,
     check_pair,
     check_result,
     check_salts,
 )
+from kvdepot.bench.guard_time import check_drift, check_parts
 from kvdepot.bench.guards import Finding, Verdict, note, unique, verdict_of
 from kvdepot.bench.headlines import (
     Equal,
@@ -63,6 +71,8 @@ class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
     device_read_bytes: int | None
     #: the planted code word was answered, of so many times asked
     needle: tuple[int, int]
+    #: None where the engine does not tell them
+    parts: Parts | None = None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +175,7 @@ def _findings(plan: Plan, results: Sequence[Result], curve: Curve | None) -> Ite
     yield from check_salts(results)
     for result in results:
         yield from check_result(result, plan)
+        yield from check_parts(result)
         recompute = recompute_beside(results, result)
         if recompute is None or result.name == "R0":
             continue
@@ -204,6 +215,7 @@ def _figures(result: Result, findings: Sequence[Finding], state: State) -> Round
         loaded_bytes=_summed([each.load_bytes for each in _counts(result.windows)]),
         stored_bytes=_summed([each.store_bytes for each in _counts(result.windows)]),
         device_read_bytes=_summed([each.device_read_bytes() for each in result.windows]),
+        parts=parts_of(measured, _counts(result.windows)),
         needle=(sum("ZEBRA-" in row.output for row in asked), len(asked)),
     )
 

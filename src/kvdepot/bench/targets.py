@@ -8,10 +8,18 @@ from types import MappingProxyType
 
 import msgspec
 
+from kvdepot.bench.budget import Costs
 from kvdepot.bench.plan import Arm
 from kvdepot.errors import ConfigError
+from kvdepot.io.models import SMALL_MODEL_NAME
 
-__all__ = ["embedded_arms", "read_arms", "url_arms", "vllm_arms"]
+__all__ = ["TYPICAL", "embedded_arms", "read_arms", "url_arms", "vllm_arms"]
+
+#: seen on two quiet cores with the small model, for budgets
+TYPICAL = {
+    "embedded": Costs(start_s=6.5, prefill_rate=640.0, output_s=0.04, edge_s=0.7),
+    "vllm": Costs(start_s=22.0, prefill_rate=2100.0, output_s=0.025, edge_s=3.0),
+}
 
 _EMBEDDED_BLOCK_TOKENS = 16
 #: put in when it is started, so that a plan does not name somebody's folders
@@ -42,13 +50,15 @@ def embedded_arms(*, model: str, pool: str, host_bytes: int) -> list[Arm]:
         body = msgspec.json.encode(fields).decode()[:-1] + ',"port":{port}}'
         return (_PYTHON, "-P", "-m", "kvdepot.serving", body)
 
+    name = model or SMALL_MODEL_NAME
     return [
-        Arm(name="recompute", role="recompute", command=command(), settles=_DRAIN),
+        Arm(name="recompute", role="recompute", command=command(), model=name, settles=_DRAIN),
         Arm(
             name="kvdepot",
             role="tier",
             command=command(pool=[pool], host_bytes=host_bytes),
             pool=pool,
+            model=name,
             settles=_DRAIN,
             block_tokens=_EMBEDDED_BLOCK_TOKENS,
         ),
@@ -57,6 +67,7 @@ def embedded_arms(*, model: str, pool: str, host_bytes: int) -> list[Arm]:
             name="memory",
             role="dram",
             command=command(memory_only=True, host_bytes=host_bytes),
+            model=name,
             settles=_DRAIN,
             block_tokens=_EMBEDDED_BLOCK_TOKENS,
         ),

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from kvdepot.bench.places import without_folders
 from kvdepot.bench.scrape import Counts, difference
 from kvdepot.errors import ConfigError
 from kvdepot.io.hostcounters import HostCounters, host_counters, page_residency, process_bytes
@@ -128,7 +129,8 @@ class HostProbe:
 def compile_lines(log: bytes) -> tuple[str, ...]:
     """Lines that speak of compiling or tuning; a few are enough."""
     lines = log.decode(errors="replace").splitlines()
-    return tuple(line[:200] for line in lines if _COMPILING.search(line))[:5]
+    found = [line[:200] for line in lines if _COMPILING.search(line)][:5]
+    return tuple(without_folders(line) for line in found)
 
 
 _DECODER = msgspec.json.Decoder(Window)

@@ -111,6 +111,19 @@ _TEXT: dict[str, tuple[str, str]] = {
     "speed-up": ("speed-up", "加速比"),
     "store overhead": ("store overhead", "写入开销"),
     "p": ("p (Holm)", "p（Holm）"),
+    "parts": ("What the time to the first token is made of", "首个 token 时间的构成"),
+    "parts_lead": (
+        "Means over requests, by the engine's own counters. Loading is what computing did not hide; where "
+        "the engine counts it as queueing, the queue is in it. The rest is the server's front, the network "
+        "and the client.",
+        "按引擎自身计数器得出的每请求均值。读取为未被计算掩盖的部分；若引擎将其计入排队，则排队包含在内。"
+        "其余为服务前端、网络与客户端。",
+    ),
+    "mean_ttft": ("mean TTFT", "平均 TTFT"),
+    "queue": ("queue", "排队"),
+    "load_part": ("lookup and load", "查找与读取"),
+    "compute_part": ("computing", "计算"),
+    "rest": ("rest", "其余"),
     "sources": ("Where the prompt's tokens came from", "提示 token 的来源"),
     "computed": ("computed", "重新计算"),
     "device": ("device memory", "显存"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvdepot.bench.plan import Arm, Plan
     from kvdepot.bench.summary import Summary
 
-__all__ = ["Target", "app", "compare", "import_", "report", "run"]
+__all__ = ["Target", "app", "compare", "import_", "plan_", "report", "run"]
 
 app = App(
     name="bench",
@@ -30,6 +30,11 @@ _Part = Literal["rounds", "peak", "contention"]
 _POOL = "pool"
 #: intervals of fewer runs are too narrow to decide by
 _RUNS_MIN = 5
+
+
+def _positive(_: type, value: float | None) -> None:
+    if value is not None and value <= 0:
+        raise ValueError("must be above zero")
 
 
 @Parameter(name="*")
@@ -86,7 +91,7 @@ def run(
     of an endpoint is taken from OPENAI_API_KEY. Exit status 1 if the result is INVALID.
 
     Args:
-        plan: A preset (quick, standard, article-a, article-b) or a TOML file.
+        plan: A preset (quick, quick-vllm, standard, article-a, article-b) or a TOML file.
         document: A UTF-8 text to ask about; by default a text that is shipped.
         out: Folder for the results.
         runs: In place of the plan's.
@@ -94,19 +99,11 @@ def run(
         lang: Language of the report.
         target: What is measured.
     """
-    import msgspec
-
-    from kvdepot.bench.plan import PRESETS, preset, read_plan
     from kvdepot.bench.prompts import read_material, shipped_material
     from kvdepot.bench.run import measure
     from kvdepot.cli.benchshow import BenchShow, print_summary
-    from kvdepot.io.results import read_whole
 
-    chosen = preset(plan) if plan in PRESETS else read_plan(read_whole(plan), plan)
-    if runs is not None:
-        is_indicative = chosen.is_indicative or runs < _RUNS_MIN
-        chosen = msgspec.structs.replace(chosen, runs=runs, is_indicative=is_indicative)
-    chosen = _parts(chosen, only)
+    chosen = _parts(_plan(plan, runs), only)
     material = shipped_material() if document is None else read_material(str(document))
     with BenchShow() as show:
         summary = measure(
@@ -121,6 +118,49 @@ def run(
     _write_page(summary, out, lang)
     print_summary(summary)
     return 1 if summary.verdict == "INVALID" else 0
+
+
+@app.command(name="plan")
+def plan_(
+    plan: str = "quick",
+    /,
+    *,
+    engine: Literal["embedded", "vllm"] = "embedded",
+    arms: Path | None = None,
+    runs: int | None = None,
+    start_s: Annotated[float | None, Parameter(validator=_positive)] = None,
+    prefill_rate: Annotated[float | None, Parameter(validator=_positive)] = None,
+    output_s: Annotated[float | None, Parameter(validator=_positive)] = None,
+) -> int:
+    """Show what a plan does in each phase, and how long that takes; nothing is started.
+
+    The times are of requests one after the other. The default rates were seen on two quiet cores with the
+    small model; give those of your engine.
+
+    Args:
+        plan: A preset (quick, quick-vllm, standard, article-a, article-b) or a TOML file.
+        engine: Whose arms, and whose default rates.
+        arms: A TOML file with arms, in place of the engine's.
+        runs: In place of the plan's.
+        start_s: Seconds until an engine that was started takes requests.
+        prefill_rate: Prompt tokens that it computes in a second.
+        output_s: Seconds for each output token.
+    """
+    import msgspec
+
+    from kvdepot.bench.budget import budget_of
+    from kvdepot.bench.targets import TYPICAL
+    from kvdepot.cli.benchshow import print_budget
+
+    chosen = _plan(plan, runs)
+    given = {"start_s": start_s, "prefill_rate": prefill_rate, "output_s": output_s}
+    costs = TYPICAL[engine]._replace(**{k: v for k, v in given.items() if v is not None})
+    phases = budget_of(chosen, _planned_arms(engine, arms), costs)
+    if sys.stdout.isatty():
+        print_budget(chosen.name, phases, costs)
+    else:
+        print(msgspec.json.format(msgspec.json.encode(phases), indent=1).decode())
+    return 0
 
 
 @app.command
@@ -208,6 +248,31 @@ def _write_page(summary: Summary, out: Path, lang: _Lang) -> None:
     print(f"wrote {out / 'summary.json'} and {out / 'report.html'}", file=sys.stderr)
 
 
+def _plan(name: str, runs: int | None) -> Plan:
+    import msgspec
+
+    from kvdepot.bench.plan import PRESETS, preset, read_plan
+    from kvdepot.io.results import read_whole
+
+    chosen = preset(name) if name in PRESETS else read_plan(read_whole(name), name)
+    if runs is None:
+        return chosen
+    is_indicative = chosen.is_indicative or runs < _RUNS_MIN
+    return msgspec.structs.replace(chosen, runs=runs, is_indicative=is_indicative)
+
+
+def _planned_arms(engine: str, arms: Path | None) -> list[Arm]:
+    """Arms by name and role: what a budget goes by. Their commands are of no use."""
+    from kvdepot.bench.targets import embedded_arms, read_arms, vllm_arms
+    from kvdepot.io.results import read_whole
+
+    if arms is not None:
+        return read_arms(read_whole(arms), str(arms))
+    if engine == "embedded":
+        return embedded_arms(model="", pool=_POOL, host_bytes=0)
+    return vllm_arms(model="", serve=(), pool=_POOL, fs_pool=_POOL, host_bytes=0, fs_spec={})
+
+
 def _parts(plan: Plan, only: list[_Part] | None) -> Plan:
     import msgspec
 
@@ -253,7 +318,7 @@ def _vllm_arms(target: Target, pool: Path, host_bytes: int) -> list[Arm]:
     from kvdepot.bench.targets import vllm_arms
     from kvdepot.engines.vllm import CPU_SPEC
     from kvdepot.engines.vllm.arguments import VllmArguments
-    from kvdepot.engines.vllm.cpudefaults import cpu_defaults
+    from kvdepot.engines.vllm.cpudefaults import cpu_defaults, equal_cores
     from kvdepot.engines.vllm.installed import need_vllm
     from kvdepot.io.machine import this_machine
 
@@ -266,7 +331,8 @@ def _vllm_arms(target: Target, pool: Path, host_bytes: int) -> list[Arm]:
         # what kvdepot serve would choose for its own arm holds for all: same type, same threads
         given = VllmArguments(arguments)
         chosen = cpu_defaults(given, os.environ, this_machine(), request_bytes=0)
-        arguments, environment = (*arguments, *chosen.arguments), chosen.environment
+        arguments = (*arguments, *chosen.arguments)
+        environment = {**equal_cores(given, os.environ), **chosen.environment}
         fs_spec = {"spec_name": CPU_SPEC[0], "spec_module_path": CPU_SPEC[1]}
     return vllm_arms(
         model=target.model,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvdepot.bench.budget import Costs, Phase
 from kvdepot.bench.compare import Comparison
 from kvdepot.bench.quantiles import Quantile
 from kvdepot.bench.summary import Summary
 from kvdepot.bench.words import seconds_text
 
-__all__ = ["BenchShow", "print_comparison", "print_summary"]
+__all__ = ["BenchShow", "print_budget", "print_comparison", "print_summary"]
 
 
 class BenchShow:
@@ -86,6 +88,44 @@ def print_summary(summary: Summary) -> None:
             highlight=False,
         )
     _print_loads(console, summary)
+
+
+def print_budget(name: str, phases: Sequence[Phase], costs: Costs) -> None:
+    """What a plan does, phase by phase, with its time."""
+    console = Console()
+    table = Table("phase", "arm", "starts", "warm-ups", "requests", "computed tokens", "time")
+    for each in phases:
+        numbers = (each.starts, each.warmups, each.requests, each.computed_tokens)
+        table.add_row(
+            each.part, each.arm, *(f"{number:,}" for number in numbers), _span_text(each.seconds)
+        )
+    table.add_section()
+    totals = (
+        sum(each.starts for each in phases),
+        sum(each.warmups for each in phases),
+        sum(each.requests for each in phases),
+        sum(each.computed_tokens for each in phases),
+    )
+    table.add_row(
+        "all",
+        "",
+        *(f"{number:,}" for number in totals),
+        _span_text(sum(each.seconds for each in phases)),
+    )
+    console.print(f"plan {name}", style="bold")
+    console.print(table)
+    console.print(
+        f"at {costs.start_s:g} s a start, {costs.prefill_rate:g} computed tokens a second, "
+        f"{costs.output_s * 1000:g} ms an output token; requests one after the other",
+        highlight=False,
+    )
+
+
+def _span_text(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02}"
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from kvdepot.io.disk import translated
 
-__all__ = ["MEMORY_FILE_SYSTEMS", "drop_cached_pages", "file_system_of", "free_bytes_of"]
+__all__ = [
+    "MEMORY_FILE_SYSTEMS",
+    "drop_cached_pages",
+    "file_sizes",
+    "file_system_of",
+    "free_bytes_of",
+]
 
 #: file systems whose files are memory: reading them says nothing about storage
 MEMORY_FILE_SYSTEMS = frozenset({"ramfs", "tmpfs"})
@@ -51,6 +58,19 @@ def free_bytes_of(path: str | Path) -> int:
     with translated("look at the free space of", str(place)):
         status = os.statvfs(place)
     return status.f_bavail * status.f_frsize
+
+
+def file_sizes(folder: str | Path) -> dict[str, int]:
+    """Bytes of each file of a folder and its sub-folders, by path; what vanishes meanwhile is left out."""
+    sizes = {}
+    for path in Path(folder).rglob("*"):
+        try:
+            status = path.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            sizes[str(path)] = status.st_size
+    return sizes
 
 
 def drop_cached_pages(folder: str | Path, pattern: str) -> int:

@@ -199,3 +199,4 @@ class EngineThread:
             self.account.add("prompt_tokens_total", tokens, f'source="{tier}"')
         self.account.add("generated_tokens_total", len(result.token_ids))
         self.account.add("request_read_bytes_total", result.bytes_read)
+        self.account.add("load_seconds_total", result.load_s)

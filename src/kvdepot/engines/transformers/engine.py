@@ -275,6 +275,7 @@ class EmbeddedEngine:
             token_ids=tuple(tokens),
             text=stream.text,
             finish="stop" if is_ended else "length",
+            load_s=reuse.waited_s,
         )
 
     def _finish(self, reuse: Reuse) -> None:

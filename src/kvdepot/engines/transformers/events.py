@@ -41,6 +41,8 @@ class Result(NamedTuple):
     text: str
     #: ``stop``: the model or a stop text ended it; ``length``: `max_new_tokens` did
     finish: Literal["stop", "length"]
+    #: seconds that computing waited for blocks to be loaded
+    load_s: float = 0.0
 
 
 Event = FirstToken | TextPiece | Result

@@ -172,6 +172,11 @@ class Reuse:
         return counts
 
     @property
+    def waited_s(self) -> float:
+        """Seconds that layers waited for their part of the prefix: the load that no computing hid."""
+        return self._waited_s
+
+    @property
     def bytes_read(self) -> int:
         """Payload bytes read from the pool for it; right once it is released."""
         back = 0 if self.back is None else self.back.bytes_read
