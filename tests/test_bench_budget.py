@@ -93,3 +93,14 @@ def test_it_is_shown(capsys):
     shown = capsys.readouterr().out
     assert "R1a" in shown
     assert "640 computed tokens a second" in shown
+
+
+def test_a_path_without_a_name_is_refused(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "out"), "--engine", "embedded"]
+    for wrong in (
+        ["--path", "/mnt/x"],
+        ["--path", f"a={tmp_path}/x", "--path", "a=y"],
+        ["--path", "=x"],
+    ):
+        assert run(["bench", "run", *out, *wrong]) != 0
+        assert "names no path of its own" in capsys.readouterr().err

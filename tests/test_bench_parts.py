@@ -308,6 +308,23 @@ def test_an_engine_that_is_started_by_hand(tmp_path):
     assert len(asked) == 1
 
 
+def test_every_path_has_an_arm_of_its_own():
+    paths = {"nvme": "/n", "s3": "s3://bucket/kv"}
+    arms = embedded_arms(model="m", pool="/p", host_bytes=1, paths=paths)
+    tiers = {arm.name: arm for arm in arms if arm.role == "tier"}
+    assert list(tiers) == ["kvdepot", "kvdepot-nvme", "kvdepot-s3"]
+    # what is not on this host has neither pages nor a device here
+    assert [arm.pool for arm in tiers.values()] == ["/p", "/n", ""]
+    assert '"pool":["s3://bucket/kv"]' in tiers["kvdepot-s3"].command[-1]
+    arms = vllm_arms(
+        model="m", serve=["vllm"], pool="/p", fs_pool="", host_bytes=7, fs_spec={}, paths=paths
+    )
+    assert [arm.name for arm in arms] == ["recompute", *tiers]
+    assert [arm.command[arm.command.index("--pool") + 1] for arm in arms[1:]] == [
+        "/p", "/n", "s3://bucket/kv",
+    ]  # fmt: skip
+
+
 def test_the_usual_arms():
     recompute, tier, memory = embedded_arms(model="m", pool="/p", host_bytes=1)
     assert "pool" not in recompute.command[-1]

@@ -16,8 +16,9 @@ import msgspec
 
 from kvdepot.bench.loadfigures import LoadFigures
 from kvdepot.bench.peaktest import LoadPlace, LoadRunner
-from kvdepot.bench.plan import Arm, Noise
+from kvdepot.bench.plan import Arm, Noise, Traffic
 from kvdepot.bench.rig import Rig
+from kvdepot.bench.secondengine import SecondEngine
 from kvdepot.errors import ConfigError, KvdepotError
 from kvdepot.io.noise import NoiseOrder, NoiseReport
 
@@ -118,12 +119,20 @@ def contend(rig: Rig) -> None:
     try:
         for arm in (each for each in rig.session.arms if each.role in contention.roles):
             for noise in noise_order(contention.noises, seed=rig.session.plan.seed):
-                with NoiseMaker(noise, arm) as maker:
-                    load, traffic = contention.load, contention.traffic
-                    runner.measure(LoadPlace(0, arm, noise.name, load, traffic, 0))
+                place = LoadPlace(0, arm, noise.name, contention.load, contention.traffic, 0)
+                if runner.is_measured(place):
+                    continue
+                with _maker(rig, noise, arm, contention.traffic) as maker:
+                    runner.measure(place)
                 rig.session.keep_noise(arm.name, noise.name, maker.bytes_moved)
     finally:
         rig.launcher.stop()
+
+
+def _maker(rig: Rig, noise: Noise, arm: Arm, traffic: Traffic) -> NoiseMaker | SecondEngine:
+    if noise.kind == "engine" and not noise.begin:
+        return SecondEngine(rig, noise, arm, traffic)
+    return NoiseMaker(noise, arm)
 
 
 def degradation(each: LoadFigures, loads: Sequence[LoadFigures]) -> float | None:

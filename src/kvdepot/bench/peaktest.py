@@ -45,6 +45,11 @@ class LoadPlace(NamedTuple):
     attempt: int
 
     @property
+    def part(self) -> str:
+        """Its name among what has been measured."""
+        return f"{self.name}/{self.load.name}"
+
+    @property
     def label(self) -> str:
         """For people."""
         name = self.load.name if self.name == "peak" else f"{self.load.name}, {self.name}"
@@ -78,10 +83,13 @@ class LoadRunner:
         finally:
             self._rig.launcher.stop()
 
+    def is_measured(self, place: LoadPlace) -> bool:
+        """It was measured before."""
+        return self._rig.session.is_done(place.run, place.arm.name, round_name=place.part)
+
     def measure(self, place: LoadPlace) -> None:
         """One load point, unless it was measured before."""
-        part = f"{place.name}/{place.load.name}"
-        if self._rig.session.is_done(place.run, place.arm.name, round_name=part):
+        if self.is_measured(place):
             return
         attempt = self._rig.session.attempt(place.run, place.arm.name)
         place = place._replace(attempt=attempt)
@@ -92,7 +100,7 @@ class LoadRunner:
             self._storm(running, place)
         else:
             asyncio.run(self._plain(running, place))
-        self._rig.session.mark_done(place.run, place.arm.name, part, attempt)
+        self._rig.session.mark_done(place.run, place.arm.name, place.part, attempt)
 
     # kinds of loads
 

@@ -153,7 +153,11 @@ class Peak(_Data, frozen=True, kw_only=True):
 
 
 class Noise(_Data, frozen=True, kw_only=True):
-    """Foreign work on the same path."""
+    """Foreign work on the same path.
+
+    Of kind ``engine``: a second engine of the same arm, one request after the other; or what `begin` and
+    `end` say.
+    """
 
     name: str
     kind: Literal["none", "read", "write", "network", "engine", "command"]

@@ -36,6 +36,8 @@ class Rig(NamedTuple):
     tell: Tell
     #: for endpoints that want one
     api_key: str = ""
+    #: starts a second engine beside the first, for the contention test; None: nobody can
+    second: Launcher | None = None
 
     def client(self, running: Running, arm: Arm) -> Client:
         """A client of an engine that runs for an arm; to be opened."""

@@ -35,13 +35,16 @@ class _Arms(msgspec.Struct, forbid_unknown_fields=True):
     arms: list[Arm]
 
 
-def embedded_arms(*, model: str, pool: str, host_bytes: int) -> list[Arm]:
+def embedded_arms(
+    *, model: str, pool: str, host_bytes: int, paths: Mapping[str, str] = MappingProxyType({})
+) -> list[Arm]:
     """The engine that comes with the package: without a pool, over one, and over memory alone.
 
     Args:
         model: a folder or hub id; empty: the small model, fetched once.
         pool: a folder; what the plan stores stays there until the pool's capacity evicts it.
         host_bytes: memory between engine and pool.
+        paths: more pools, by name: folders or URLs. Each gets an arm beside that of `pool`.
     """
 
     def command(**settings: object) -> tuple[str, ...]:
@@ -53,14 +56,17 @@ def embedded_arms(*, model: str, pool: str, host_bytes: int) -> list[Arm]:
     name = model or SMALL_MODEL_NAME
     return [
         Arm(name="recompute", role="recompute", command=command(), model=name, settles=_DRAIN),
-        Arm(
-            name="kvdepot",
-            role="tier",
-            command=command(pool=[pool], host_bytes=host_bytes),
-            pool=pool,
-            model=name,
-            settles=_DRAIN,
-            block_tokens=_EMBEDDED_BLOCK_TOKENS,
+        *(
+            Arm(
+                name=tier,
+                role="tier",
+                command=command(pool=[at], host_bytes=host_bytes),
+                pool=_folder(at),
+                model=name,
+                settles=_DRAIN,
+                block_tokens=_EMBEDDED_BLOCK_TOKENS,
+            )
+            for tier, at in _tiers(pool, paths)
         ),
         # runs only where the plan has rounds for it
         Arm(
@@ -84,6 +90,7 @@ def vllm_arms(
     fs_spec: Mapping[str, object],
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
+    paths: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Arm]:
     """vLLM: without a tier and without its prefix cache; over a kvdepot pool; over its own ``fs`` tier.
 
@@ -96,21 +103,25 @@ def vllm_arms(
         fs_spec: which offloading spec the ``fs`` tier hangs under: fields of vLLM's config.
         arguments: for vLLM, in all arms.
         environment: variables, in all arms.
+        paths: more pools of kvdepot, by name: folders or URLs. Each gets an arm beside that of `pool`.
     """
     serve = tuple(_PYTHON if word == sys.executable else word for word in serve)
     common = ("--port", "{port}", *_VLLM_ACCOUNT, *arguments)
     shared = {"model": model, "environment": dict(environment)}
     arms = [
         _arm("recompute", "recompute", (*serve, *common, "--no-enable-prefix-caching"), shared),
-        _arm(
-            "kvdepot",
-            "tier",
-            (
-                *(_PYTHON, "-P", "-m", "kvdepot", "serve", model),
-                *("--pool", "{pool}", "--host-bytes", str(host_bytes)),
-                *("--", *common),
-            ),
-            {**shared, "pool": pool},
+        *(
+            _arm(
+                tier,
+                "tier",
+                (
+                    *(_PYTHON, "-P", "-m", "kvdepot", "serve", model),
+                    *("--pool", at, "--host-bytes", str(host_bytes)),
+                    *("--", *common),
+                ),
+                {**shared, "pool": _folder(at)},
+            )
+            for tier, at in _tiers(pool, paths)
         ),
     ]
     if fs_pool:
@@ -127,6 +138,16 @@ def vllm_arms(
         fs = {**shared, "pool": fs_pool}
         arms.append(_arm("vllm-fs", "tier", (*serve, *common, *transfer), fs))
     return arms
+
+
+def _tiers(pool: str, paths: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Names of kvdepot's arms, and where the pool of each is."""
+    return [("kvdepot", pool), *((f"kvdepot-{name}", at) for name, at in paths.items())]
+
+
+def _folder(at: str) -> str:
+    """A pool's folder on this host; empty for what is none, whose device and pages nobody here can see."""
+    return "" if "://" in at and not at.startswith("file://") else at.removeprefix("file://")
 
 
 def _arm(name: str, role: str, command: Sequence[str], fields: Mapping[str, object]) -> Arm:

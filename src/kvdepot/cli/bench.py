@@ -66,6 +66,9 @@ class Target:
     pool: Path | None = None
     """Folder for the tier's pool; by default in the output folder. It grows by what is stored."""
 
+    path: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    """NAME=FOLDER_OR_URL: one more pool of kvdepot with an arm of its own, for an engine that is started."""
+
     host_bytes: str = "1GiB"
     """Memory between engine and pool, for engines that are started."""
 
@@ -308,7 +311,9 @@ def _arms(target: Target, pool: Path) -> list[Arm]:
     has_vllm = importlib.util.find_spec("vllm") is not None
     _make(pool)
     if target.engine == "embedded" or not (target.engine == "vllm" or (has_vllm and target.model)):
-        return embedded_arms(model=target.model, pool=str(pool), host_bytes=host_bytes)
+        return embedded_arms(
+            model=target.model, pool=str(pool), host_bytes=host_bytes, paths=_paths(target.path)
+        )
     if not target.model:
         raise ConfigError("vLLM needs a model", hint="name it: --model FOLDER_OR_ID")
     return _vllm_arms(target, pool, host_bytes)
@@ -343,7 +348,26 @@ def _vllm_arms(target: Target, pool: Path, host_bytes: int) -> list[Arm]:
         fs_spec=fs_spec,
         arguments=arguments,
         environment=environment,
+        paths=_paths(target.path),
     )
+
+
+def _paths(given: tuple[str, ...]) -> dict[str, str]:
+    """Pools by name; folders are made, and URLs stay as they are."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, is_named, at = each.partition("=")
+        if not is_named or not name or not at or name in found:
+            raise ConfigError(
+                f"--path {each} names no path of its own",
+                hint="for example --path nvme=/mnt/nvme/kv",
+            )
+        if "://" not in at:
+            folder = Path(at).resolve()
+            _make(folder)
+            at = str(folder)
+        found[name] = at
+    return found
 
 
 def _make(folder: Path) -> None:
