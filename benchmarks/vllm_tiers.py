@@ -198,6 +198,8 @@ def engine(arm: str, place: Path, **asks: Any) -> dict[str, Any]:
             check=False,
             env=os.environ
             | {"OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_CPU_KVCACHE_SPACE": "1"}
+            # by itself vLLM keeps one core free without a connector, and on two cores none with one
+            | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "2"}
             | {"VLLM_LOGGING_LEVEL": "WARNING"},
         )
     if done.returncode:
