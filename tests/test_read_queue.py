@@ -11,6 +11,7 @@ import pytest
 
 from kvdepot.io.localdisk import LocalDisk
 from kvdepot.keys import BlockKey
+from kvdepot.policy.breaker import Fault
 from kvdepot.pool.plan import Unit
 from kvdepot.pool.read_queue import ReadQueue, Request, Task
 from kvdepot.pool.tier import PoolTier
@@ -158,6 +159,59 @@ def test_a_root_that_hangs_is_refused_and_the_others_go_on():
         assert probe.is_probe
         queue.done(probe, now, None, is_unread=False)
     assert queue.health(20.2)[0].breaker == "closed"
+
+
+def hung_root(queue: ReadQueue, of: Any, threads: int = 2) -> list[Task]:
+    """A root that is left alone since second 6; the tasks that hang on it."""
+    load = Load(queue, threads, of=of)
+    held = plan(queue, [load], 0.0)
+    assert plan(queue, [load], 6.0) == []
+    assert queue.health(6.0)[0].breaker == "open"
+    return held
+
+
+def test_a_load_tries_a_root_as_a_whole():
+    queue, of = make_queue(), root()
+    for task in hung_root(queue, of):
+        queue.done(task, 7.0, None, is_unread=False)
+    tried, other = Load(queue, 5, of=of), Load(queue, 9, of=of)
+    tasks = plan(queue, [tried, other], 8.0)
+    # two threads: the rest of the load waits for them, and the other load is answered
+    reading = [task for task in tasks if not task.is_refused]
+    assert [task.unit.job for task in reading] == [tried.job] * 2
+    assert {task.unit.job for task in tasks if task.is_refused} == {other.job}
+    while reading:
+        for task in reading:
+            queue.done(task, 8.1, None, is_unread=False)
+        reading = plan(queue, [tried, other], 8.1)
+        assert not any(task.is_refused for task in reading)
+    assert queue.health(8.2)[0].breaker == "closed"
+
+
+def test_a_load_whose_try_fails_is_answered():
+    queue, of = make_queue(threads_per_root=1), root()
+    for task in hung_root(queue, of, threads=1):
+        queue.done(task, 7.0, None, is_unread=False)
+    load = Load(queue, 3, of=of)
+    (tried,) = plan(queue, [load], 8.0)
+    assert tried.is_probe
+    queue.done(tried, 8.1, Fault.ERROR, is_unread=False)
+    assert [task.is_refused for task in plan(queue, [load], 8.1)] == [True, True]
+
+
+def test_a_probe_goes_through_a_pause_of_the_root_but_never_behind_threads_that_hang():
+    queue, of = make_queue(), root()
+    held = hung_root(queue, of)
+    behind = Load(queue, 1, of=of, turn=Turn(1, UNIT, lane=2))
+    assert [task.is_refused for task in plan(queue, [behind], 6.1)] == [True]
+    for task in held:
+        queue.done(task, 6.2, None, is_unread=False)
+    probe = Load(queue, 2, of=of, turn=Turn(2, 2 * UNIT, lane=2))
+    tasks = plan(queue, [probe], 6.3)
+    assert [(task.is_probe, task.is_refused) for task in tasks] == [(True, False)] * 2
+    for task in tasks:
+        queue.done(task, 6.4, None, is_unread=False)
+    assert queue.health(6.5)[0].breaker == "closed"
 
 
 def test_clearing_takes_everything_out():

@@ -63,10 +63,11 @@ class RootHealth(NamedTuple):
 class _Stream:
     """The loads of one request."""
 
-    __slots__ = ("key", "number", "to_plan", "units")
+    __slots__ = ("is_probe", "key", "number", "to_plan", "units")
 
-    def __init__(self, key: int | None) -> None:
+    def __init__(self, key: int | None, *, is_probe: bool) -> None:
         self.key = key
+        self.is_probe = is_probe
         self.number = -1
         self.to_plan: deque[Request] = deque()
         #: planned, by root
@@ -97,10 +98,17 @@ class _Root:
         self.breaker = Breaker()
         self.tuner = tuner
         self.reading: list[_Reading] = []
+        #: whose units are read to find out whether it is well again
+        self.trying: _Stream | None = None
         self.in_flight_bytes = 0
         self.waiting = 0
         #: when a read ended well last
         self.heard_s = float("-inf")
+
+    @property
+    def is_trying(self) -> bool:
+        """A read is under way that may show that it is well again."""
+        return any(each.task.is_probe and not each.is_late for each in self.reading)
 
 
 class ReadQueue:
@@ -144,9 +152,9 @@ class ReadQueue:
         key = turn.request if turn is not None else None
         stream = self._streams.get(key) if key is not None else None
         if stream is None:
-            stream = _Stream(key)
-            left = turn.left_bytes if turn is not None else sum(each.into.nbytes for each in reads)
             lane = Lane(turn.lane) if turn is not None else Lane.REQUEST
+            stream = _Stream(key, is_probe=lane is Lane.PROBE)
+            left = turn.left_bytes if turn is not None else sum(each.into.nbytes for each in reads)
             stream.number = self._order.add(stream, left, now_s, lane)
             if key is not None:
                 self._streams[key] = stream
@@ -271,13 +279,31 @@ class ReadQueue:
                 if has_place:
                     return self._begin(stream, queue, root, now_s, is_probe=False)
                 continue
-            if has_place and root.breaker.may_read(now_s) is Leave.PROBE:
-                return self._begin(stream, queue, root, now_s, is_probe=True)
+            if self._may_try(stream, root, now_s, has_place=has_place):
+                if has_place:
+                    return self._begin(stream, queue, root, now_s, is_probe=True)
+                if root.is_trying:
+                    continue
             unit = queue.popleft()
             root.waiting -= 1
             self._drop_if_empty(stream)
             return Task(unit, is_refused=True, is_probe=False)
         return None
+
+    @staticmethod
+    def _may_try(stream: _Stream, root: _Root, now_s: float, *, has_place: bool) -> bool:
+        """Whether units of a load may be read although their root is left alone.
+
+        A load tries a root as a whole: one whose other units were refused would fail, and whoever asked
+        for it would never hear that the root is well. What was asked for as a probe is one; its sender
+        has pauses of its own, and two rows of pauses would add up.
+        """
+        if stream.is_probe or root.trying is stream:
+            return True
+        if not has_place or root.breaker.may_read(now_s) is not Leave.PROBE:
+            return False
+        root.trying = stream
+        return True
 
     def _begin(
         self, stream: _Stream, queue: deque[Unit], root: _Root, now_s: float, *, is_probe: bool
@@ -313,6 +339,7 @@ class ReadQueue:
     @staticmethod
     def _failed(root: _Root, now_s: float, fault: Fault, *, is_probe: bool) -> None:
         was_closed = root.breaker.is_closed
+        root.trying = None
         root.breaker.failed(now_s, fault, is_probe=is_probe)
         if was_closed and not root.breaker.is_closed:
             ReadQueue._say(root, fault)
