@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -26,6 +28,7 @@ from kvdepot.cli.main import run  # noqa: E402
 from kvdepot.cli.serve import serve  # noqa: E402
 from kvdepot.clock import SystemClock  # noqa: E402
 from kvdepot.engines.transformers.events import FirstToken, Result, TextPiece  # noqa: E402
+from kvdepot.engines.transformers.lookahead import Waiting  # noqa: E402
 from kvdepot.errors import ConfigError  # noqa: E402
 from kvdepot.metrics import METRICS  # noqa: E402
 from kvdepot.policy.admission import AdmissionSettings  # noqa: E402
@@ -52,11 +55,14 @@ class ScriptedEngine:
         self.closed = 0
         self.seen = []
         self.fails_after_first = False
+        self.bad_text = ""
+        self.waiting: Callable[[], Sequence[Waiting]] | None = None
 
     def chat_text(self, messages):
         return "|".join(each["content"] for each in messages)
 
     def tokenize(self, text):
+        assert text != self.bad_text
         return list(text.encode())
 
     def generate(self, prompt, **options):
@@ -363,10 +369,10 @@ def stop(process):
     assert process.returncode == 0
 
 
-def ask(url, salt):
+def ask(url, salt, max_tokens=4):
     body = {
         "prompt": TEXT,
-        "max_tokens": 4,
+        "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "cache_salt": salt,
@@ -503,3 +509,53 @@ def test_a_second_process_reuses_what_the_first_one_stored(tmp_path):
     assert tiers == {"device": 0, "host": 0, "disk": tokens // 8 * 8}
     assert again["choices"] == first["choices"]
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_who_waits_is_read_ahead_for_while_another_one_is_answered(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    settings = pool_settings(tmp_path, folder)
+    process, url = start(settings)
+    try:
+        ask(url, "a")
+        drain(url)
+    finally:
+        stop(process)
+    process, url = start(settings)
+    try:
+        long = threading.Thread(target=ask, args=(url, "other"), kwargs={"max_tokens": 300})
+        long.start()
+        while counters(url)["decided_compute_total"] == 0:
+            time.sleep(0.01)
+        waited = ask(url, "a")
+        long.join()
+        after = counters(url)
+    finally:
+        stop(process)
+    tiers = waited["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]
+    assert tiers == {"device": 0, "host": len(TEXT) // 8 * 8, "disk": 0}
+    assert after["prefetch_requests_total"] == 1
+    assert after["prefetch_bytes_total"] == after["load_bytes_total"] > 0
+
+
+def test_a_prompt_that_cannot_be_read_ahead_harms_nobody_else():
+    engine = ScriptedEngine()
+    looked: list[Waiting] = []
+
+    async def scenario(session):
+        first = asyncio.ensure_future(post(session, "/v1/completions", prompt="a", max_tokens=1))
+        await asyncio.to_thread(engine.begun.wait, 10)
+        engine.bad_text = "bad"
+        others = [
+            asyncio.ensure_future(post(session, "/v1/completions", prompt=prompt, max_tokens=1))
+            for prompt in ("bad", "good", [1, 2])
+        ]
+        while len(looked) < 2:
+            await asyncio.sleep(0.01)
+            assert engine.waiting is not None
+            looked[:] = await asyncio.to_thread(engine.waiting)
+        engine.go.set()
+        return [(await each)[0] for each in (first, *others)]
+
+    assert with_server(engine, scenario) == [200] * 4
+    assert [each.ids for each in looked] == [list(b"good"), [1, 2]]
+    assert [prompt for prompt, _ in engine.seen] == ["a", "bad", list(b"good"), [1, 2]]

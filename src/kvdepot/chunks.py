@@ -67,6 +67,7 @@ class ChunkRestore:
         group_keys: per group, the keys of the blocks.
         give_back: takes rows whose job is not settled.
         is_from_back: the last chunk first.
+        lane: 0 where a request waits for it, 1 where one will want it; see `kvdepot.tiers.Turn`.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class ChunkRestore:
         give_back: GiveBack,
         *,
         is_from_back: bool,
+        lane: int = 0,
     ) -> None:
         self._hosts = hosts
         self._loads = loads
         self._keys = group_keys
         self._give_rows_back = give_back
         self._is_from_back = is_from_back
+        self._lane = lane
         self.blocks = len(group_keys[0])
         block_bytes = sum(host.block_bytes for host in hosts)
         self._step = max(min(_CHUNK_BYTES // block_bytes, ceil_div(self.blocks, _CHUNKS_MIN)), 1)
@@ -105,6 +108,11 @@ class ChunkRestore:
     def is_over(self) -> bool:
         """No further chunk comes."""
         return self.ended_by is not None or self.taken == self.blocks
+
+    @property
+    def is_decided(self) -> bool:
+        """Of every chunk that was asked for it is known whether it is there."""
+        return all(part.job is None or part.job.is_decided for part in self._parts)
 
     def poll(self) -> Chunk | None:
         """The next chunk in order if it is there. Its rows are valid until the next call."""
@@ -198,7 +206,7 @@ class ChunkRestore:
                 reads.append(Read(chain[index], host.row(row)))
             rows.append([row for row in held if row is not None])
         if reads:
-            turn = Turn(self._request, self._left_bytes)
+            turn = Turn(self._request, self._left_bytes, self._lane)
             part.job = self._loads.load(reads, turn)
             self._left_bytes -= sum(read.into.nbytes for read in reads)
         return part

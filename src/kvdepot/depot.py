@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Literal, NamedTuple, Self
 
 import msgspec
@@ -26,22 +25,24 @@ import msgspec
 from kvdepot.chunks import ChunkRestore, Fill
 from kvdepot.clock import Clock, SystemClock
 from kvdepot.config import PoolConfig
-from kvdepot.host import HostRows
+from kvdepot.finding import Finder, Hit
+from kvdepot.host import HostRows, host_rows
 from kvdepot.identity import Identity
-from kvdepot.io.buffers import ALIGNMENT
 from kvdepot.keys import BlockKey, group_key
 from kvdepot.loads import Loads
 from kvdepot.metrics import Counters
-from kvdepot.plans import CostKeeper, Hit, Plan, Planner
+from kvdepot.plans import CostKeeper, Plan, Planner
 from kvdepot.policy.admission import StoreClass
 from kvdepot.policy.decide import Mode
+from kvdepot.policy.ordering import Lane
 from kvdepot.policy.policies import Policies
 from kvdepot.policy.reasons import Explanation, Reason
 from kvdepot.pool.tier import PoolTier
 from kvdepot.pool.worker import WorkerTier
+from kvdepot.prefetching import Prefetcher
 from kvdepot.restore import Restore
 from kvdepot.tiers import Job, Tier, Write
-from kvdepot.units import MIB, round_up
+from kvdepot.units import MIB
 
 __all__ = ["Cut", "Depot", "Hit", "Plan", "Restore"]
 
@@ -50,7 +51,6 @@ log = logging.getLogger(__name__)
 #: fills a host row: (group index, block index, row)
 Cut = Callable[[int, int, memoryview], None]
 
-_GROUP_KEYS_MAX = 1 << 15
 #: stores are handed over in parts of this size, so that writing begins while later blocks are cut
 _STORE_PART_BYTES = 8 * MIB
 #: while earlier stores hold rows, this part is not given to further ones, but kept for loads
@@ -85,8 +85,7 @@ class Depot:
         self.hosts = hosts
         self._counters = counters
         self._clock = clock
-        # a request's keys come by three times: at lookup, restore and store
-        self._group_key = lru_cache(maxsize=_GROUP_KEYS_MAX)(group_key)
+        self._finder = Finder(hosts, pool)
         self._unsettled: deque[tuple[int, list[int], Sequence[Fill], Job]] = deque()
         self._leaves_rows = False
         self._loads = Loads(pool, self.policies, clock)
@@ -94,6 +93,16 @@ class Depot:
             identity, self.policies, self._loads, hosts, counters=counters, clock=clock
         )
         self._costs = CostKeeper(self.policies, clock, pool)
+        #: reads ahead for requests that wait in the engine's queue
+        self.prefetcher = Prefetcher(
+            identity,
+            self.policies,
+            hosts,
+            find=self._finder.find,
+            begin=lambda keys: self.chunks(keys, lane=Lane.PREFETCH),
+            collect=self._collect,
+            counters=counters,
+        )
 
     @classmethod
     def open(
@@ -123,7 +132,8 @@ class Depot:
         clock = clock or SystemClock()
         counters = Counters()
         identity.digest()
-        hosts = _host_rows(identity, host_bytes, is_shared=io == "process" and pool is not None)
+        is_shared = io == "process" and pool is not None
+        hosts = host_rows(identity.block_bytes, host_bytes, is_shared=is_shared)
         try:
             tier: Tier | None = None
             if pool is not None:
@@ -151,15 +161,10 @@ class Depot:
 
     def lookup(self, keys: Sequence[BlockKey]) -> Hit:
         """How many blocks from the first on are present in all groups, and where. Memory only."""
-        blocks = len(keys)
-        group_keys = self._group_keys(keys)
-        for group, host in enumerate(self.hosts):
-            blocks = min(blocks, self._prefix(host, group_keys[group][:blocks]))
+        hit = self._finder.find(keys)
         self._counters.add("lookup_blocks_total", len(keys))
-        self._counters.add("lookup_hit_blocks_total", blocks)
-        held = [host.holds(group_keys[g][:blocks]) for g, host in enumerate(self.hosts)]
-        tiers = tuple("host" if all(in_host) else "disk" for in_host in zip(*held, strict=True))
-        return Hit(blocks, tiers)
+        self._counters.add("lookup_hit_blocks_total", hit.blocks)
+        return hit
 
     def plan(
         self,
@@ -186,7 +191,7 @@ class Depot:
             is_layered=is_layered,
         )
         if plan.mode is Mode.COMPUTE and plan.blocks < plan.hit.blocks:
-            self._planner.begin_probe(self._group_keys(keys[plan.blocks : plan.hit.blocks]))
+            self._planner.begin_probe(self._finder.group_keys(keys[plan.blocks : plan.hit.blocks]))
         self._costs.remember(self.pool)
         return plan
 
@@ -215,21 +220,24 @@ class Depot:
         return Restore(
             self.hosts,
             self._loads,
-            self._group_keys(keys),
+            self._finder.group_keys(keys),
             self._give_back,
             deadline_s=deadline_s,
             clock=self._clock,
         )
 
-    def chunks(self, keys: Sequence[BlockKey], *, is_from_back: bool = False) -> ChunkRestore:
+    def chunks(
+        self, keys: Sequence[BlockKey], *, is_from_back: bool = False, lane: Lane = Lane.REQUEST
+    ) -> ChunkRestore:
         """As `restore`, but some blocks over all groups at a time, in either direction."""
         self._collect()
         return ChunkRestore(
             self.hosts,
             self._loads,
-            self._group_keys(keys),
+            self._finder.group_keys(keys),
             self._give_back,
             is_from_back=is_from_back,
+            lane=lane,
         )
 
     @property
@@ -267,15 +275,15 @@ class Depot:
         taken = 0
         self._leaves_rows = bool(self._unsettled)
         admitted: int | None = None
-        for group, chain in enumerate(self._group_keys(keys)):
+        for group, chain in enumerate(self._finder.group_keys(keys)):
             pooled = 0
             if self.pool is not None:
                 pooled = self.pool.lookup(chain)
                 self.pool.touch(chain[:pooled])
             if admitted is None:
                 # one answer for all groups: a block is of use only with its groups all together
-                admitted = pooled + self._planner.admit(
-                    chain[pooled:], prompt_tokens=len(keys) * tokens, kind=kind
+                admitted = self._planner.admit(
+                    chain, pooled, prompt_tokens=len(keys) * tokens, kind=kind
                 )
             parents = [group_key(root, group), *chain[:-1]]
             step = max(_STORE_PART_BYTES // self.hosts[group].row_bytes, 1)
@@ -303,6 +311,7 @@ class Depot:
     def close(self, timeout_s: float = 10.0) -> None:
         """Publish what was stored and stop. Idempotent."""
         self._costs.remember(self.pool, is_last=True)
+        self.prefetcher.close()
         if self.pool is not None:
             self.pool.close(timeout_s)
         self._collect()
@@ -310,21 +319,6 @@ class Depot:
             host.close()
 
     # below
-
-    def _group_keys(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
-        return [[self._group_key(key, g) for key in keys] for g in range(len(self.hosts))]
-
-    def _prefix(self, host: HostRows, keys: Sequence[BlockKey]) -> int:
-        """Longest prefix over both tiers together."""
-        found = 0
-        while found < len(keys):
-            step = host.prefix(keys[found:])
-            if self.pool is not None:
-                step += self.pool.lookup(keys[found + step :])
-            if step == 0:
-                break
-            found += step
-        return found
 
     def _store_part(self, chain: _Chain, blocks: range, cut: Cut, admitted: int) -> int | None:
         """Store some blocks of one group; how many were new here, None if there are no rows."""
@@ -388,13 +382,3 @@ class Depot:
                         self.hosts[group].fill(row, key)
             self.hosts[group].release(rows)
         self._planner.collect_probe()
-
-
-def _host_rows(identity: Identity, host_bytes: int, *, is_shared: bool) -> list[HostRows]:
-    # as many rows in each group: a block is of use only with its groups all together
-    row_bytes = [round_up(block_bytes, ALIGNMENT) for block_bytes in identity.block_bytes]
-    rows = host_bytes // sum(row_bytes)
-    return [
-        HostRows(block_bytes, rows * row, is_shared=is_shared)
-        for block_bytes, row in zip(identity.block_bytes, row_bytes, strict=True)
-    ]

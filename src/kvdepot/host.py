@@ -20,7 +20,7 @@ from kvdepot.io.buffers import ALIGNMENT, HostBuffer
 from kvdepot.keys import BlockKey
 from kvdepot.units import format_bytes, round_up
 
-__all__ = ["HostRows", "RowRun", "contiguous_runs"]
+__all__ = ["HostRows", "RowRun", "contiguous_runs", "host_rows"]
 
 
 class RowRun(NamedTuple):
@@ -153,6 +153,19 @@ class HostRows:
     def close(self) -> None:
         """Give the memory back, as far as nothing uses it."""
         self.buffer.close()
+
+
+def host_rows(
+    block_bytes: Sequence[int], host_bytes: int, *, is_shared: bool = False
+) -> list[HostRows]:
+    """The rows of all groups, within so many bytes; raises as `HostRows`."""
+    # as many rows in each group: a block is of use only with its groups all together
+    row_bytes = [round_up(length, ALIGNMENT) for length in block_bytes]
+    rows = host_bytes // sum(row_bytes)
+    return [
+        HostRows(length, rows * row, is_shared=is_shared)
+        for length, row in zip(block_bytes, row_bytes, strict=True)
+    ]
 
 
 def contiguous_runs(rows: Sequence[int]) -> list[RowRun]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from kvdepot.clock import Clock
 from kvdepot.policy.breaker import Fault
+from kvdepot.policy.ordering import Lane
 from kvdepot.policy.policies import LoadTicket, Policies
 from kvdepot.policy.reasons import Reason
 from kvdepot.tiers import Job, Outcome, Read, Tier, Turn
@@ -83,7 +84,12 @@ class Loads:
             job.resolve_all(Outcome.MISS)
             return job
         size = sum(read.into.nbytes for read in reads)
-        ticket = self._policies.load_began(size, self._clock.monotonic_s(), is_probe=is_probe)
+        ticket = self._policies.load_began(
+            size,
+            self._clock.monotonic_s(),
+            is_probe=is_probe,
+            is_prefetch=turn.lane == Lane.PREFETCH,
+        )
         job = self._pool.load(reads, deadline_s=deadline_s, turn=turn)
         self._open.append(_Load(job, ticket))
         return job

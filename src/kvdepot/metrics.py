@@ -56,6 +56,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
             f"reuse_ended_{reason.value}_total": f"requests whose reuse ended: {reason.value}"
             for reason in Reason
         },
+        "prefetch_requests_total": "requests whose prefix was read ahead while they waited",
+        "prefetch_bytes_total": "payload bytes read ahead; their blocks count as the host's when used",
         "worker_restarts_total": "worker processes started in place of one that ended or hung",
     }
 )

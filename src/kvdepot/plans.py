@@ -1,15 +1,14 @@
 """Plans: how one request gets its prefix, and what came of it.
 
-A plan is made from what the tiers hold (`Hit`) and what the policies decide. In the end the request says
-how it went, so that the decision's regret, the reason of a miss and a cache that is only written become
-visible.
+A plan is made from what the tiers hold (`kvdepot.finding.Hit`) and what the policies decide. In the end
+the request says how it went, so that the decision's regret, the reason of a miss and a cache that is only
+written become visible.
 
 Used by one engine thread. Nothing here waits.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -17,6 +16,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from kvdepot.clock import Clock
+from kvdepot.finding import Hit, runs_of
 from kvdepot.host import HostRows
 from kvdepot.identity import Identity
 from kvdepot.keys import BlockKey
@@ -24,13 +24,13 @@ from kvdepot.loads import Loads
 from kvdepot.metrics import Counters
 from kvdepot.policy.admission import SeenBefore, StoreClass
 from kvdepot.policy.cost import CostState
-from kvdepot.policy.decide import Ask, Mode, Run
+from kvdepot.policy.decide import Ask, Mode
 from kvdepot.policy.policies import Decision, Policies
 from kvdepot.policy.reasons import Explanation, Reason
 from kvdepot.tiers import Job, Outcome, Read, Turn
 from kvdepot.units import MIB
 
-__all__ = ["CostKeeper", "Hit", "Plan", "Planner", "Probe", "Remembers"]
+__all__ = ["CostKeeper", "Plan", "Planner", "Probe", "Remembers"]
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +53,6 @@ class Remembers(Protocol):
 
     def remember(self, text: bytes) -> None:
         """Have a text kept instead of the last one. Never blocks on I/O; it may be lost."""
-
-
-class Hit(NamedTuple):
-    """The answer to a lookup."""
-
-    #: longest prefix that is present in every group
-    blocks: int
-    #: per block the farthest tier that must serve it
-    tiers: tuple[str, ...]
 
 
 class Plan(NamedTuple):
@@ -129,6 +120,19 @@ class Probe(NamedTuple):
     job: Job
 
 
+class _Offer(NamedTuple):
+    """A prompt whose blocks were offered to the pool."""
+
+    keys: Sequence[BlockKey]
+    #: blocks that the pool has or was given
+    admitted: int
+
+    def is_of(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether these continue that prompt."""
+        count = len(self.keys)
+        return 0 < count <= len(keys) and keys[count - 1] == self.keys[-1]
+
+
 class Planner:
     """Makes plans, and hears what became of them."""
 
@@ -150,6 +154,7 @@ class Planner:
         self._counters = counters
         self._clock = clock
         self._stored = SeenBefore(_STORED_KEYS_MAX)
+        self._offered = _Offer((), 0)
         self.probe: Probe | None = None
 
     def plan(
@@ -163,10 +168,7 @@ class Planner:
     ) -> Plan:
         """Decide how a request gets its prefix. Memory only."""
         self._loads.collect()
-        runs = [
-            Run(tier, len(list(group)), 0 if tier == "host" else self._block_bytes)
-            for tier, group in itertools.groupby(hit.tiers[: hit.blocks])
-        ]
+        runs = runs_of(hit, self._block_bytes)
         ask = Ask(prompt_tokens, self._block_tokens, runs, can_meet=can_meet, is_layered=is_layered)
         decision = self._policies.choose(ask, self._clock.monotonic_s())
         self._counters.add(f"decided_{decision.choice.mode.value}_total")
@@ -237,19 +239,30 @@ class Planner:
                 self._hosts[group].fill(row, key)
             self._hosts[group].release([row])
 
-    def admit(self, keys: Sequence[BlockKey], *, prompt_tokens: int, kind: StoreClass) -> int:
-        """How many of the blocks that the pool does not have are to be written to it."""
+    def admit(
+        self, keys: Sequence[BlockKey], pooled: int, *, prompt_tokens: int, kind: StoreClass
+    ) -> int:
+        """How many of the blocks, from the first on, may be in the pool; the first `pooled` are."""
         if self._policies.admission.is_always:
             return len(keys)
+        answered = pooled
+        if kind is StoreClass.GENERATED and self._offered.is_of(keys):
+            # the prompt was offered a moment ago: that is no second sight of it, and what was not
+            # admitted then keeps out what follows
+            answered = len(self._offered.keys)
+            pooled = max(pooled, self._offered.admitted)
         found = self._policies.admission.admit(
             self._clock.monotonic_s(),
-            keys,
+            keys[answered:],
             self._block_bytes,
             prompt_tokens=prompt_tokens,
             kind=kind,
         )
-        self._counters.add("store_not_admitted_blocks_total", len(keys) - found.blocks)
-        return found.blocks
+        admitted = answered + found.blocks if pooled >= answered else pooled
+        if kind is StoreClass.PROMPT:
+            self._offered = _Offer(keys, admitted)
+        self._counters.add("store_not_admitted_blocks_total", len(keys) - max(admitted, answered))
+        return admitted
 
     def _explain(
         self, plan: Plan, reused_blocks: int, ended_by: Reason | None

@@ -49,6 +49,7 @@ class LoadTicket(NamedTuple):
     ahead_bytes: int
     began_s: float
     is_probe: bool
+    is_prefetch: bool = False
 
 
 class Decision:
@@ -180,13 +181,29 @@ class Policies:
         with self._lock:
             return sum(size for size in self._loading.values() if size <= length_bytes)
 
-    def load_began(self, length_bytes: int, now_s: float, *, is_probe: bool = False) -> LoadTicket:
+    @property
+    def loading_bytes(self) -> int:
+        """What is asked of the tier, prefetches left out: they hold nobody up."""
+        with self._lock:
+            return sum(self._loading.values())
+
+    def load_began(
+        self,
+        length_bytes: int,
+        now_s: float,
+        *,
+        is_probe: bool = False,
+        is_prefetch: bool = False,
+    ) -> LoadTicket:
         """Bytes are asked of the tier."""
         with self._lock:
             ahead = sum(self._loading.values())
             self._next += 1
-            self._loading[self._next] = length_bytes
-            return LoadTicket(self._next, self.tier, length_bytes, ahead, now_s, is_probe)
+            if not is_prefetch:
+                self._loading[self._next] = length_bytes
+            return LoadTicket(
+                self._next, self.tier, length_bytes, ahead, now_s, is_probe, is_prefetch
+            )
 
     def load_ended(
         self,
@@ -216,7 +233,9 @@ class Policies:
         expected_s = self.cost.read_s(
             ticket.tier, ticket.length_bytes, ahead_bytes=ticket.ahead_bytes
         )
-        if done_bytes >= ticket.length_bytes:
+        if ticket.is_prefetch:
+            pass  # it waited for whoever came, so its time says nothing about the storage's
+        elif done_bytes >= ticket.length_bytes:
             self.cost.loaded(ticket.tier, done_bytes, span_s, ahead_bytes=ticket.ahead_bytes)
         elif fault is Fault.LATE:
             self.cost.not_loaded(

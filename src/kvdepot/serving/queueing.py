@@ -9,14 +9,16 @@ the loop, under one lock.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import threading
-from collections.abc import Generator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
 
 from kvdepot.clock import Clock
 from kvdepot.engines.transformers.events import Event, FirstToken, Result
+from kvdepot.engines.transformers.lookahead import Waiting
 from kvdepot.errors import KvdepotError
 from kvdepot.keys import RequestExtras
 from kvdepot.serving.wire import ApiError, Ask
@@ -26,6 +28,8 @@ __all__ = ["Account", "Engine", "EngineThread", "Job"]
 log = logging.getLogger(__name__)
 
 _STOP_S = 60.0
+#: of those that wait, so many are looked at before their turn
+_AHEAD_MAX = 4
 
 
 class Engine(Protocol):
@@ -33,6 +37,8 @@ class Engine(Protocol):
 
     context_tokens: int
     token_bytes: int
+    #: asked by the engine, on its thread, for those who wait
+    waiting: Callable[[], Sequence[Waiting]] | None
 
     def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
         """Messages as the model's template writes them."""
@@ -76,8 +82,13 @@ class Account:
 class Job:
     """One request on its way through the engine."""
 
-    def __init__(self, ask: Ask, loop: asyncio.AbstractEventLoop, arrived_s: float) -> None:
+    def __init__(
+        self, ask: Ask, number: int, loop: asyncio.AbstractEventLoop, arrived_s: float
+    ) -> None:
         self.ask = ask
+        self.number = number
+        #: the prompt's token ids, once the engine's thread has looked at it
+        self.ids: list[int] | None = None
         self.arrived_s = arrived_s
         self.is_abandoned = threading.Event()
         self.events: asyncio.Queue[Event | Exception] = asyncio.Queue()
@@ -109,6 +120,8 @@ class EngineThread:
         self._waiting: queue.Queue[Job | None] = queue.Queue()
         self._limit = queue_requests
         self._is_stopping = False
+        self._jobs = 0
+        engine.waiting = self._look_ahead
         self._thread = threading.Thread(target=self._run, name="kvdepot-engine", daemon=True)
 
     def start(self) -> None:
@@ -137,7 +150,8 @@ class EngineThread:
         if self._waiting.qsize() >= self._limit:
             self.account.add("requests_total", 1, 'status="refused"')
             raise ApiError(429, f"{self._limit} requests are waiting", kind="rate_limit_error")
-        job = Job(ask, asyncio.get_running_loop(), self._clock.monotonic_s())
+        self._jobs += 1
+        job = Job(ask, self._jobs, asyncio.get_running_loop(), self._clock.monotonic_s())
         self._waiting.put(job)
         return job
 
@@ -167,7 +181,8 @@ class EngineThread:
     def _answer(self, job: Job) -> None:
         ask = job.ask
         began_s = self._clock.monotonic_s()
-        prompt: Any = self.engine.chat_text(ask.messages) if ask.messages else ask.prompt
+        # what was looked at while it waited is not tokenised again
+        prompt = job.ids or self._prompt_of(ask)
         stream = self.engine.generate(
             prompt,
             max_new_tokens=ask.max_tokens,
@@ -176,7 +191,7 @@ class EngineThread:
             seed=ask.seed,
             stop=ask.stop,
             ignore_end=ask.ignore_eos,
-            extras=RequestExtras(tenant_salt=ask.cache_salt),
+            extras=_extras_of(ask),
         )
         self.account.add("queue_seconds_total", began_s - job.arrived_s)
         try:
@@ -192,6 +207,29 @@ class EngineThread:
         finally:
             stream.close()
 
+    def _prompt_of(self, ask: Ask) -> str | list[int]:
+        return self.engine.chat_text(ask.messages) if ask.messages else ask.prompt
+
+    def _look_ahead(self) -> list[Waiting]:
+        """The next ones in the queue, for the engine to read ahead for."""
+        with self._waiting.mutex:
+            jobs = list(itertools.islice(self._waiting.queue, _AHEAD_MAX))
+        return [
+            Waiting(job.number, ids, _extras_of(job.ask))
+            for job in jobs
+            if job is not None and not job.is_abandoned.is_set() and (ids := self._ids_of(job))
+        ]
+
+    def _ids_of(self, job: Job) -> list[int]:
+        if job.ids is None:
+            job.ids = []
+            try:
+                prompt = self._prompt_of(job.ask)
+                job.ids = self.engine.tokenize(prompt) if isinstance(prompt, str) else prompt
+            except Exception:
+                log.debug("a prompt that waits cannot be tokenised", exc_info=True)
+        return job.ids
+
     def _count(self, result: Result) -> None:
         self.account.add("requests_total", 1, 'status="answered"')
         self.account.add("prompt_tokens_total", result.computed_tokens, 'source="computed"')
@@ -200,3 +238,7 @@ class EngineThread:
         self.account.add("generated_tokens_total", len(result.token_ids))
         self.account.add("request_read_bytes_total", result.bytes_read)
         self.account.add("load_seconds_total", result.load_s)
+
+
+def _extras_of(ask: Ask) -> RequestExtras:
+    return RequestExtras(tenant_salt=ask.cache_salt)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvdepot.clock import Clock, SystemClock
@@ -17,6 +18,7 @@ from kvdepot.engines.transformers.blocks import BlockPlan, cutter, plan_blocks
 from kvdepot.engines.transformers.decoding import Sampler, TextStream
 from kvdepot.engines.transformers.events import Event, FirstToken, Result, TextPiece
 from kvdepot.engines.transformers.identify import identity_of, loaded_fingerprint
+from kvdepot.engines.transformers.lookahead import LookAhead, Waiting
 from kvdepot.engines.transformers.reuse import DepotFactory, Reuse, open_depot
 from kvdepot.engines.transformers.runner import Progress, Runner
 from kvdepot.engines.transformers.support import dtype_of, end_ids, probe, refuse_config
@@ -74,6 +76,10 @@ class EmbeddedEngine:
         self._clock = clock or SystemClock()
         self._store_generated = store_generated
         self._load_share = load_share
+        self._on_progress = on_progress
+        #: asked now and then, by the engine's thread, for the requests that wait: they are read ahead for
+        self.waiting: Callable[[], Sequence[Waiting]] | None = None
+        self._ahead: LookAhead | None = None
         refuse_config(model.config)
         model.eval()
         self.attention = use_shared_heads(model)
@@ -99,7 +105,7 @@ class EmbeddedEngine:
             model,
             shape,
             context_tokens=self.context_tokens,
-            on_progress=on_progress,
+            on_progress=self._progressed,
             clock=self._clock,
             on_computed=self._computed,
         )
@@ -109,6 +115,8 @@ class EmbeddedEngine:
         #: lookups, restores and stores that failed in an unforeseen way
         self.cache_failures = 0
         self.depot: Depot | None = open_depot(depot, self.identity)
+        if self.depot is not None:
+            self._ahead = LookAhead(self.depot, self.keys, self._clock)
         self._computed(self._runner.warm_tokens, 0, self._runner.warm_s)
 
     @classmethod
@@ -238,6 +246,8 @@ class EmbeddedEngine:
             on_failure=self._cache_failed,
             clock=self._clock,
         )
+        if self._ahead is not None:
+            self._ahead.begin(reuse.rest_s, request.max_new_tokens)
         try:
             logits = self._runner.compute(request.ids, reuse)
         finally:
@@ -258,7 +268,7 @@ class EmbeddedEngine:
                 yield TextPiece(piece)
             if stream.is_stopped or len(tokens) == request.max_new_tokens:
                 break
-            token = request.sampler.pick(self._runner.forward([token]))
+            token = request.sampler.pick(self._decode(token))
         if piece := stream.finish():
             yield TextPiece(piece)
         if self._store_generated:
@@ -277,6 +287,27 @@ class EmbeddedEngine:
             finish="stop" if is_ended else "length",
             load_s=reuse.waited_s,
         )
+
+    def _decode(self, token: int) -> torch.Tensor:
+        began_s = self._clock.monotonic_s()
+        logits = self._runner.forward([token])
+        if self._ahead is not None:
+            self._ahead.decoded(self._clock.monotonic_s() - began_s)
+            self._look_ahead()
+        return logits
+
+    def _progressed(self, done: int, total: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(done, total)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        if self._ahead is None or self.waiting is None:
+            return
+        try:
+            self._ahead.look(self.waiting)
+        except Exception as error:  # noqa: BLE001 - as for a store
+            self._cache_failed("reading ahead", error)
 
     def _finish(self, reuse: Reuse) -> None:
         try:

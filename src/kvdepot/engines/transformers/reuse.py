@@ -86,6 +86,7 @@ class Reuse:
     ) -> None:
         identity = depot.identity
         self._block_tokens = identity.block_tokens
+        depot.prefetcher.claim(keys)
         if load_share is None:
             plan = self._plan = depot.plan(
                 keys, prompt_tokens=self._prompt_tokens, can_meet=True, is_layered=True
@@ -115,6 +116,13 @@ class Reuse:
         self._restore = depot.restore(keys[:blocks], deadline_s=deadline_s)
         self._set_blocks(blocks)
         self.gate = PrefixLoad(self._restore, memory, identity.groups, self._block_tokens)
+
+    @property
+    def rest_s(self) -> float:
+        """About how long the rest of the prompt takes to compute; infinite when unknown."""
+        if self._depot is None:
+            return math.inf
+        return self._depot.policies.cost.prefill_s(self._prompt_tokens - self.tokens, self.tokens)
 
     @property
     def is_pure(self) -> bool:
