@@ -17,6 +17,8 @@ from kvdepot.bench.windows import compile_lines
 from kvdepot.errors import ConfigError
 from kvdepot.io.results import ResultFolder
 
+EXAMPLES = Path(__file__).parents[1] / "docs" / "bench"
+
 
 @pytest.mark.parametrize(
     ("text", "shown"),
@@ -91,3 +93,11 @@ def test_plan_and_arms_are_kept_without_and_carried_out_with_folders(tmp_path):
 def test_lines_of_an_engines_log_are_kept_without_folders():
     log = b"compiling /usr/lib/python3/site/kernel.py\nready\n"
     assert compile_lines(log) == ("compiling .../kernel.py",)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(EXAMPLES.rglob("*.json*")), ids=lambda path: f"{path.parent.name}-{path.name}"
+)
+def test_the_examples_in_the_documents_name_no_folders(path):
+    for line in path.read_text(encoding="utf-8").splitlines():
+        assert without_folders(line) == line
