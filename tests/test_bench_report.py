@@ -12,8 +12,12 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from kvdepot.bench import pageloads, pageparts
+from kvdepot.bench.figures import times_of, tokens_of
 from kvdepot.bench.guards import Finding
+from kvdepot.bench.loadfigures import ClassFigures, LoadFigures
 from kvdepot.bench.page import result_page
+from kvdepot.bench.pageloads import loads_part
+from kvdepot.bench.pageparts import unbroken
 from kvdepot.bench.quantiles import quantile
 from kvdepot.bench.run import samples_of_folder, summarise_folder
 from kvdepot.bench.words import Words, count_text, rate_text, seconds_text, share_text
@@ -212,3 +216,38 @@ def test_it_fits_a_phone_and_no_character_is_missing(result, tmp_path, lang):
     assert found, done.stderr[-500:]
     assert int(found[1]) <= 500
     assert found[2] == ""
+
+
+def test_numbers_stay_with_their_units():
+    gap = "\N{NO-BREAK SPACE}"
+    for words, shown in [
+        ("1.65 s", f"1.65{gap}s"),
+        ("max of 12: 1.65 s", f"max of 12: 1.65{gap}s"),
+        ("90 % of 5 GB/s and more", f"90{gap}% of 5{gap}GB/s and more"),
+        ("12 seconds or 3 blocks", "12 seconds or 3 blocks"),
+    ]:
+        assert unbroken(words) == shown
+
+
+def test_many_lines_are_told_apart():
+    lines = [Line(f"line {i}", [(1.0, float(i)), (2.0, float(i))]) for i in range(1, 19)]
+    drawn = chart(lines, Axis("x", str), Axis("y", str), describes="lines")
+    looks = re.findall(r'<line[^>]*class="(line [a-f])" stroke-dasharray="([^"]*)"', drawn)
+    assert len(looks) == len(set(looks)) == 18
+
+
+def test_one_load_point_makes_no_curve():
+    def load(throughput):
+        figures = ClassFigures(
+            ask_class="F", requests=1, ttft=times_of([1.0]), tokens=tokens_of([]), outcomes={},
+            run_ttft_s=[1.0],
+        )  # fmt: skip
+        return LoadFigures(
+            load=f"at {throughput}", noise="peak", arm="a", role="tier", verdict="VALID", runs=1,
+            requests=1, failed=0, connections=1, throughput=throughput, mean_latency_s=1.0, goodput=None,
+            classes=[figures], tokens=tokens_of([]), tpot=None, itl=None, little=1.0, by_rank_s=[],
+        )  # fmt: skip
+
+    words = Words("en")
+    assert words("curves") not in "".join(loads_part([load(1.0)], words))
+    assert words("curves") in "".join(loads_part([load(1.0), load(2.0)], words))

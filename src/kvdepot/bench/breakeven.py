@@ -42,6 +42,8 @@ class BreakEven(msgspec.Struct, frozen=True, kw_only=True):
     measured_speed_up: float
     #: bytes a second that round R2 read with
     read_rate: float | None
+    #: it may have been more: reading could not be told from computing, and has all of the TTFT
+    is_least_rate: bool = False
 
 
 def fit_curve(points: Sequence[tuple[int, float]]) -> Curve | None:

@@ -25,6 +25,8 @@ __all__ = [
 
 
 _TOKEN_BYTES_MAX = 0.01
+#: of a TTFT; a smaller rest is within what the curve may be off, and says nothing about reading
+_LOAD_SHARE_MIN = 0.2
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +147,8 @@ def _break_even(
     rate = prompt / computing_s
     tail_s = curve.seconds(round(prompt), after=round(reused)) if curve is not None else 0.0
     load_s = reading_s - tail_s
+    # where the tail takes as long as all of it, computing and reading have run at once
+    is_least = curve is None or load_s < _LOAD_SHARE_MIN * reading_s
     return BreakEven(
         arm=read.arm,
         length=_length(read),
@@ -155,7 +159,8 @@ def _break_even(
         least_bandwidth=width * rate if width else None,
         predicted_speed_up=predicted,
         measured_speed_up=computing_s / reading_s,
-        read_rate=width * reused / load_s if width and curve is not None and load_s > 0 else None,
+        read_rate=width * reused / (reading_s if is_least else load_s) if width else None,
+        is_least_rate=is_least,
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvdepot.bench.breakeven import BreakEven
 from kvdepot.bench.guards import GUARDS
 from kvdepot.bench.pageloads import contention_part, loads_part
-from kvdepot.bench.pageparts import Cell, data_table, interval_text, tail_text
+from kvdepot.bench.pageparts import Cell, data_table, interval_text, tail_text, with_below
+from kvdepot.bench.quantiles import Quantile
 from kvdepot.bench.summary import RoundFigures, Summary
 from kvdepot.bench.words import (
     Lang,
@@ -48,7 +50,7 @@ def result_page(
         *_headlines(summary, words),
         *_parts(summary.rounds, words),
         *_sources(summary.rounds, words),
-        *_distribution(samples or {}, words),
+        *_distributions(summary, samples or {}, words),
         *_bytes(summary, words),
         *loads_part(summary.loads, words),
         *contention_part(summary.loads, words),
@@ -86,7 +88,6 @@ def _rounds(summary: Summary, words: Words) -> Iterator[Html]:
         return
     yield tag("h2", text(words("rounds")))
     yield paragraph(words("rounds_lead"), class_="soft")
-    heads = ("round", "arm", "tokens", "runs", "requests")
     rows = []
     for each in summary.rounds:
         ttft = each.ttft
@@ -94,28 +95,31 @@ def _rounds(summary: Summary, words: Words) -> Iterator[Html]:
             (
                 Cell(join([text(words(each.round)), _rows_link(each)])),
                 each.arm,
-                count_text(each.tokens.prompt / max(each.tokens.requests, 1)),
-                each.runs,
-                f"{each.requests}" + (f" ({each.failed} {words('failed')})" if each.failed else ""),
-                "-" if ttft is None else seconds_text(ttft.p50.value),
-                "-" if ttft is None else interval_text(ttft.p50),
-                "-" if ttft is None else tail_text(ttft.p95, words),
-                "-" if each.tpot is None else seconds_text(each.tpot.p50.value),
+                # what is looked for comes first: a phone shows no more without scrolling
+                "-" if ttft is None else _with_interval(ttft.p50),
                 share_text(each.tokens.share),
                 share_text(each.tokens.capture),
                 words(each.verdict),
+                "-" if ttft is None else tail_text(ttft.p95, words),
+                "-" if each.tpot is None else seconds_text(each.tpot.p50.value),
+                count_text(each.tokens.prompt / max(each.tokens.requests, 1)),
+                each.runs,
+                f"{each.requests}" + (f" ({each.failed} {words('failed')})" if each.failed else ""),
             )
         )
     yield data_table(
         (
-            *(words(head) for head in heads),
-            "TTFT p50",
-            words("interval"),
-            "TTFT p95",
-            "TPOT p50",
+            words("round"),
+            words("arm"),
+            words("p50_interval"),
             words("token_share"),
             words("capture"),
             words("verdict"),
+            "TTFT p95",
+            "TPOT p50",
+            words("tokens"),
+            words("runs"),
+            words("requests"),
         ),
         rows,
     )
@@ -123,6 +127,12 @@ def _rounds(summary: Summary, words: Words) -> Iterator[Html]:
     if asked:
         found = sum(each.needle[0] for each in summary.rounds)
         yield paragraph(words("needle", found=found, asked=asked), class_="soft")
+
+
+def _with_interval(value: Quantile) -> Cell | str:
+    interval = interval_text(value)
+    shown = seconds_text(value.value)
+    return shown if interval == "-" else with_below(shown, interval)
 
 
 def _rows_link(each: RoundFigures) -> Html:
@@ -142,12 +152,12 @@ def _headlines(summary: Summary, words: Words) -> Iterator[Html]:
         rows.append(
             (
                 f"{words(name)}{', ' if of else ''}{of}",
-                f"{each.over} / {each.under}",
-                each.arm,
-                count_text(each.length),
-                each.estimate.runs,
                 f"{each.estimate.value:.2f}",
                 "-" if low is None or high is None else f"{low:.2f} to {high:.2f}",
+                each.arm,
+                f"{each.over} / {each.under}",
+                count_text(each.length),
+                each.estimate.runs,
                 "-" if each.p_adjusted is None else f"{each.p_adjusted:.2g}",
             )
         )
@@ -155,11 +165,11 @@ def _headlines(summary: Summary, words: Words) -> Iterator[Html]:
         (
             "",
             words("ratio"),
+            words("interval"),
             words("arm"),
+            words("rounds"),
             words("tokens"),
             words("runs"),
-            words("ratio"),
-            words("interval"),
             words("p"),
         ),
         rows,
@@ -219,11 +229,22 @@ def _sources(rounds: Sequence[RoundFigures], words: Words) -> Iterator[Html]:
     yield paragraph(words("footnote_hits", hits=hits, all=total), class_="soft")
 
 
-def _distribution(samples: dict[str, list[float]], words: Words) -> Iterator[Html]:
+def _distributions(
+    summary: Summary, samples: dict[str, list[float]], words: Words
+) -> Iterator[Html]:
+    """One picture of the rounds and one of the loads: together they would be too many lines."""
+    rounds = {f"{each.round} {each.arm}" for each in summary.rounds}
+    of_rounds = {name: values for name, values in samples.items() if name in rounds}
+    of_loads = {name: values for name, values in samples.items() if name not in rounds}
+    yield from _distribution(words("ttft_of_rounds"), of_rounds, words)
+    yield from _distribution(words("ttft_of_loads"), of_loads, words)
+
+
+def _distribution(title: str, samples: dict[str, list[float]], words: Words) -> Iterator[Html]:
     lines = [Line(name, share_steps(values)) for name, values in samples.items() if values]
     if not lines:
         return
-    yield tag("h2", text(words("ttft_of_rounds")))
+    yield tag("h2", text(title))
     yield paragraph(words("cdf_lead"), class_="soft")
     yield chart(
         lines,
@@ -277,7 +298,7 @@ def _break_even(summary: Summary, words: Words) -> Iterator[Html]:
                 f"{each.compute_rate:.0f}/s",
                 rate_text(each.least_bandwidth),
                 rate_text(each.read_ceiling),
-                rate_text(each.read_rate),
+                _read_rate_text(each, words),
                 "-" if predicted is None else f"{predicted:.1f}",
                 f"{each.measured_speed_up:.1f}",
             )
@@ -288,6 +309,16 @@ def _break_even(summary: Summary, words: Words) -> Iterator[Html]:
     )
     if summary.curve is not None:
         yield _curve(summary, words)
+
+
+def _read_rate_text(each: BreakEven, words: Words) -> str:
+    rate = rate_text(each.read_rate)
+    if each.read_rate is None or each.read_ceiling is None:
+        return rate
+    share = f"{100 * each.read_rate / each.read_ceiling:.0f} %"
+    if each.is_least_rate:
+        return words("at_least", rate=rate, share=share)
+    return f"{rate} ({share})"
 
 
 def _curve(summary: Summary, words: Words) -> Html:

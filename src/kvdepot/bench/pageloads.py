@@ -128,7 +128,8 @@ def _curves(shown: Sequence[LoadFigures], words: Words) -> Iterator[Html]:
                 if each.arm == arm and figures.ask_class == name and figures.ttft is not None
             )
             lines.append(Line(f"{arm}, {words(name)}", points, has_marks=True))
-    if any(line.points for line in lines):
+    # one point is no curve; the table has it
+    if any(len(line.points) > 1 for line in lines):
         yield tag("h2", text(words("curves")))
         yield paragraph(words("curves_lead"), class_="soft")
         yield chart(

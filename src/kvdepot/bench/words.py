@@ -40,8 +40,8 @@ _TEXT: dict[str, tuple[str, str]] = {
         "重新计算的速度与同一引擎在别处一样快",
     ),
     "G5": (
-        "connections = throughput x latency in a closed loop",
-        "闭环中：连接数 = 吞吐 x 延迟",
+        "connections = throughput x latency in a closed loop, and a TTFT is the sum of its parts",
+        "闭环中连接数 = 吞吐 × 延迟，TTFT 等于各部分之和",
     ),
     "G6": (
         "all arms do the same work",
@@ -92,7 +92,7 @@ _TEXT: dict[str, tuple[str, str]] = {
     "max_of": ("max of {n}: {value}", "{n} 个中的最大值：{value}"),
     "token_share": ("token share", "token 复用率"),
     "capture": ("of possible", "占理论上限"),
-    "rate": ("read rate", "读取速率"),
+    "rate": ("read rate (of the ceiling)", "读取速率（占上限）"),
     "R1a": ("R1a recompute, no tier", "R1a 重新计算，无缓存层"),
     "R1b": ("R1b first ask, stores", "R1b 首次提问，写入缓存"),
     "R2": ("R2 from storage alone", "R2 仅从存储读取"),
@@ -142,7 +142,10 @@ _TEXT: dict[str, tuple[str, str]] = {
         "有任何复用的请求数（仅作记录）：{hits} / {all}。几乎每个请求都有一些复用；"
         "真正节省时间的是 token 复用率。",
     ),
-    "ttft_of_rounds": ("TTFT of every request", "每个请求的 TTFT"),
+    "ttft_of_rounds": ("TTFT of every request of the rounds", "各轮每个请求的 TTFT"),
+    "ttft_of_loads": ("TTFT of every request under load", "负载下每个请求的 TTFT"),
+    "p50_interval": ("TTFT p50 (95 % interval)", "TTFT p50（95% 区间）"),
+    "at_least": ("at least {rate} ({share})", "至少 {rate}（{share}）"),
     "cdf_lead": (
         "Share of requests (upwards) that had their first token by then (to the right, logarithmic).",
         "横轴为时间（对数），纵轴为在该时间内得到首个 token 的请求比例。",
@@ -165,7 +168,7 @@ _TEXT: dict[str, tuple[str, str]] = {
     "class": ("class", "类别"),
     "throughput": ("requests/s", "请求/秒"),
     "goodput": ("good requests/s", "达标请求/秒"),
-    "outcomes": ("follow-ups by outcome", "后续提问的去向"),
+    "outcomes": ("Follow-ups by outcome", "后续提问的去向"),
     "miss": ("miss", "未命中"),
     "partial": ("partial", "部分命中"),
     "F": ("F first asks", "F 首次提问"),

@@ -14,7 +14,7 @@ from kvdepot.bench.budget import Costs, Phase
 from kvdepot.bench.compare import Comparison
 from kvdepot.bench.quantiles import Quantile
 from kvdepot.bench.summary import Summary
-from kvdepot.bench.words import seconds_text
+from kvdepot.bench.words import rate_text, seconds_text
 
 __all__ = ["BenchShow", "print_budget", "print_comparison", "print_summary"]
 
@@ -87,6 +87,15 @@ def print_summary(summary: Summary) -> None:
             f"{ratio.estimate.value:.2f}{interval} over {ratio.estimate.runs} runs",
             highlight=False,
         )
+    for read in summary.break_even:
+        if read.read_rate is not None and read.read_ceiling is not None:
+            least = "at least " if read.is_least_rate else ""
+            console.print(
+                f"R2 read rate, {read.arm}, {read.length} tokens: {least}"
+                f"{rate_text(read.read_rate)} of {rate_text(read.read_ceiling)} that the pool's files "
+                "can be read with",
+                highlight=False,
+            )
     _print_loads(console, summary)
 
 

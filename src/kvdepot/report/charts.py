@@ -19,6 +19,11 @@ _DASHES = ("", "7 4", "2 3", "9 3 2 3", "14 4", "1 5")
 _COLOURS = ("a", "b", "c", "d", "e", "f")
 
 
+def _dash(index: int) -> str:
+    """A line's dashes: when the colours begin again, they go with other dashes than before."""
+    return _DASHES[(index + index // len(_COLOURS)) % len(_DASHES)]
+
+
 class Axis(NamedTuple):
     """How one direction is drawn."""
 
@@ -146,7 +151,7 @@ def _line(line: Line, index: int, xs: _Scale, ys: _Scale) -> Html:
         "polyline",
         points=" ".join(f"{px:.1f},{py:.1f}" for px, py in places),
         class_=f"line {colour}",
-        stroke_dasharray=_DASHES[index % len(_DASHES)],
+        stroke_dasharray=_dash(index),
     )
     marks = [
         tag("circle", cx=f"{px:.1f}", cy=f"{py:.1f}", r="3.5", class_=f"mark {colour}")
@@ -170,7 +175,7 @@ def _legend(lines: Sequence[Line]) -> Html:
                         x2="34",
                         y2="5",
                         class_=f"line {_COLOURS[index % len(_COLOURS)]}",
-                        stroke_dasharray=_DASHES[index % len(_DASHES)],
+                        stroke_dasharray=_dash(index),
                     ),
                     viewBox="0 0 34 10",
                     class_="sample",

@@ -70,6 +70,7 @@ figure { margin: .5rem 0 1rem; }
 .badge { display: inline-block; padding: .1rem .6rem; border: 2px solid currentColor;
   border-radius: 3px; font-weight: 600; }
 .badge.good { color: var(--c); } .badge.fair { color: var(--b); } .badge.poor { color: var(--bad); }
+.below { color: var(--soft); font-size: .85em; }
 .rows { color: var(--soft); font-size: .8rem; font-family: ui-monospace, monospace; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; font-size: .9rem; }
 .key { display: inline-block; width: 1rem; height: .8rem; margin-right: .35rem; border-radius: 2px; }
@@ -77,7 +78,9 @@ figure { margin: .5rem 0 1rem; }
 @media (max-width: 30rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; } }
 @media print { body { max-width: none; padding: 0; } h2 { break-after: avoid; }
   .bar, tr, figure, blockquote { break-inside: avoid; }
-  .wide { overflow: visible; } table { font-size: .8rem; } .many table { min-width: 0; } }
+  .wide { overflow: visible; } table { font-size: .8rem; } .many table { min-width: 0; font-size: .68rem; }
+  .many th, .many td { padding-right: .35rem; } .many .rows { font-size: .6rem; }
+  td .soft, td .bad { font-size: inherit; } }
 """.strip()
 
 
