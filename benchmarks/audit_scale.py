@@ -8,12 +8,15 @@ python benchmarks/audit_scale.py --out benchmarks/results/audit_scale.json
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import resource
 import subprocess
 import sys
+import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from kvdepot.audit.model import load_model
 from kvdepot.audit.prefix import blocks_of, exact_hits, mismatches
 from kvdepot.audit.routing import fleet
 from kvdepot.audit.tokenlog import TokenLog, token_log
-from kvdepot.audit.tokens import PieceMemo
+from kvdepot.audit.tokens import Encoder, PieceMemo
 
 PROMPT_TOKENS = 10_000
 DOCUMENTS = 50
@@ -124,34 +127,97 @@ def measure(requests: int) -> dict[str, Any]:
 
 
 def tokenize(model: str | None) -> dict[str, Any]:
-    """Microseconds a token for prompts of lines that come again and again, and for the lines alone."""
-    rng = random.Random(7)
-    words = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text().split()
-    documents = [
-        "\n".join(" ".join(rng.choices(words, k=14)) for _ in range(400)) for _ in range(20)
-    ]
-    prompts = [
+    """Microseconds a token, for traffic that repeats its lines and for text that does not."""
+    encoder = load_model(model).encoder
+    texts = {
+        "lines_again_and_again": repeating(),
+        "no_line_twice": sentences(),
+        "source_code_no_line_twice": source_code(),
+        "no_word_twice": random_words(),
+    }
+    found: dict[str, Any] = {"tokenizer": "built-in" if model is None else "a model's"}
+    for name, prompts in texts.items():
+        memo = PieceMemo(encoder)
+        memo.verify(prompts)
+        if model is not None:
+            whole = [encoder.encode([prompt])[0].tobytes() for prompt in prompts[:50]]
+            assert [ids.tobytes() for ids in memo.fresh().prompts(prompts[:50])] == whole
+        found[name] = {"cut_at": [memo.cuts, memo.words], **_timed(memo, prompts)}
+        if model is not None:
+            found[name]["whole"] = _timed_whole(encoder, prompts)
+    return found
+
+
+def repeating() -> list[str]:
+    """Prompts of 20 documents behind a changing id, with changing questions."""
+    rng, words = random.Random(7), _words()
+    documents = [_sentences(rng, words, 400) for _ in range(20)]
+    return [
         f"<|im_start|>user\nid {rng.random()}\n{rng.choice(documents)}\n{' '.join(rng.choices(words, k=20))}"
         "<|im_end|>\n"
         for _ in range(400)
     ]
-    memo = PieceMemo(load_model(model).encoder)
-    memo.verify(prompts)
-    unlike = ["\n".join(" ".join(rng.choices(words, k=14)) for _ in range(400)) for _ in range(40)]
-    return {
-        "tokenizer": "built-in" if model is None else "a model's",
-        "cuts": memo.cuts,
-        "lines_again_and_again": _timed(memo, prompts),
-        "no_line_twice": _timed(memo, unlike),
-    }
+
+
+def sentences() -> list[str]:
+    """Known words in lines that do not come again."""
+    rng, words = random.Random(8), _words()
+    return [_sentences(rng, words, 400) for _ in range(60)]
+
+
+def source_code() -> list[str]:
+    """The standard library: each line at its first place alone."""
+    seen: set[str] = set()
+    made, chars = [], 0
+    folder = Path(sysconfig.get_path("stdlib"))
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")]):
+        lines = path.read_text(errors="replace").split("\n")
+        fresh = [line for line in dict.fromkeys(lines) if line.strip() not in seen]
+        seen.update(line.strip() for line in lines)
+        made.append("\n".join(fresh))
+        chars += len(made[-1])
+        if chars > 6_000_000:
+            break
+    return made
+
+
+def random_words() -> list[str]:
+    """The worst there is: no word comes again."""
+    rng = random.Random(9)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    lines = (
+        " ".join("".join(rng.choices(letters, k=rng.randint(3, 10))) for _ in range(14))
+        for _ in range(8000)
+    )
+    return ["\n".join(itertools.islice(lines, 400)) for _ in range(20)]
+
+
+def _words() -> list[str]:
+    return (Path(__file__).parent.parent / "docs" / "architecture.md").read_text().split()
+
+
+def _sentences(rng: random.Random, words: list[str], count: int) -> str:
+    return "\n".join(" ".join(rng.choices(words, k=14)) for _ in range(count))
 
 
 def _timed(memo: PieceMemo, prompts: list[str]) -> dict[str, float]:
-    fresh = PieceMemo(memo.encoder)
-    fresh.cuts = memo.cuts
-    began = time.process_time()
-    tokens = sum(map(len, fresh.prompts(prompts)))
-    return {"tokens": tokens, "us_per_token": (time.process_time() - began) * 1e6 / tokens}
+    return _per_token(lambda: sum(map(len, memo.fresh().prompts(prompts))))
+
+
+def _timed_whole(encoder: Encoder, prompts: list[str]) -> dict[str, float]:
+    """Prompts tokenized whole, on all cores at once."""
+    return _per_token(lambda: sum(map(len, encoder.encode(prompts))))
+
+
+def _per_token(work: Callable[[], int]) -> dict[str, float]:
+    cpu, wall = time.process_time(), time.perf_counter()
+    tokens = work()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return {
+        "tokens": tokens,
+        "cpu_us_per_token": cpu * 1e6 / tokens,
+        "wall_us_per_token": wall * 1e6 / tokens,
+    }
 
 
 if __name__ == "__main__":

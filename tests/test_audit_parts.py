@@ -1,5 +1,5 @@
-"""Single parts of the audit: kvdepot.audit.texts, kvdepot.audit.tokens, kvdepot.audit.render,
-kvdepot.audit.template, kvdepot.audit.model, kvdepot.audit.history, kvdepot.audit.toolsets,
+"""Single parts of the audit: kvdepot.audit.texts, kvdepot.audit.render, kvdepot.audit.template,
+ kvdepot.audit.model, kvdepot.audit.history, kvdepot.audit.toolsets,
 kvdepot.audit.values, kvdepot.audit.mask, kvdepot.audit.shared.
 """
 
@@ -31,10 +31,11 @@ from kvdepot.audit.texts import (
     with_canonical_json,
     with_sorted_pieces,
 )
-from kvdepot.audit.tokens import FallbackEncoder, ModelEncoder, PieceMemo, PseudoEncoder, cut
+from kvdepot.audit.tokens import ModelEncoder, PieceMemo
 from kvdepot.audit.toolsets import tool_change
 from kvdepot.audit.values import Seen, pattern, time_around
 from kvdepot.errors import ConfigError
+from tests.audit_tokenizer import byte_level_tokenizer, same_ids
 from tests.audit_traffic import passage
 
 text_of = st.text(st.sampled_from("ab \n"), max_size=200)
@@ -110,78 +111,7 @@ def test_overlaps_by_chance_are_no_order():
     assert reordered(one, other) == []
 
 
-# --- tokens
-
-
-@given(st.text(max_size=300))
-def test_pieces_are_the_whole_text(text):
-    for cuts in ("lines", "line starts", "special tokens", "whole prompts"):
-        assert "".join(cut(text, cuts)) == text
-
-
-@given(st.text(st.sampled_from("ab1 .\n\t\r\u00e9\u4e2d<|im_end|>{}"), max_size=300))
-def test_the_fallback_is_exact_when_cut_at_lines(text):
-    encoder = FallbackEncoder()
-    memo = PieceMemo(encoder)
-    assert memo.prompts([text])[0].tolist() == encoder.encode([text])[0]
-    back = {number: part for part, number in encoder._ids.items()}
-    assert "".join(back[each] for each in encoder.encode([text])[0]) == text
-
-
-class Joining:
-    """A tokenizer that looks over line ends, and over special tokens where told to."""
-
-    name, error = "joining", ""
-
-    def __init__(self, pattern):
-        self._pattern = re.compile(pattern, re.DOTALL)
-        self._ids: dict[str, int] = {}
-
-    def encode(self, texts):
-        return [
-            [self._ids.setdefault(each, len(self._ids)) for each in self._pattern.findall(text)]
-            for text in texts
-        ]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "cuts"),
-    [
-        (r"\w+|\s+(?!\S)|\s|.", "line starts"),
-        (r"\w+\n\w+|\w+|<\|\w+\|>|.", "special tokens"),
-        (r".*", "whole prompts"),
-    ],
-)
-def test_a_tokenizer_that_looks_over_cuts_is_cut_less(pattern, cuts):
-    texts = ["one\n\ntwo\nthree<|x|>four\nfive", "one\n\nfive\nfour<|x|>\nsix"]
-    encoder = Joining(pattern)
-    memo = PieceMemo(encoder)
-    memo.verify(texts)
-    assert memo.cuts == cuts
-    assert [ids.tolist() for ids in memo.prompts(texts)] == encoder.encode(texts)
-
-
-def test_a_pseudo_word_stands_for_its_tokens():
-    encoder = PseudoEncoder()
-    one, other = encoder.encode(["~k1~3 ~k2~1\nx", "~k1~3 ~k3~2"])
-    assert len(one) == 6
-    assert one[:3] == other[:3]
-    assert len(other) == 5
-
-
-def byte_level_tokenizer(texts):
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer.to_str()
+# --- a model's parts
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +161,9 @@ def test_a_model_s_tokenizer_cut_at_lines_gives_its_own_ids(model_folder):
     memo = PieceMemo(parts.encoder)
     memo.verify(texts)
     assert memo.cuts in ("lines", "line starts")
-    assert [ids.tolist() for ids in memo.prompts(texts)] == parts.encoder.encode(texts)
+    assert same_ids(memo.prompts(texts), parts.encoder.encode(texts))
     assert isinstance(parts.encoder, ModelEncoder)
-    assert parts.encoder.decode(parts.encoder.encode(texts[:1])[0]) == texts[0]
+    assert parts.encoder.decode(parts.encoder.encode(texts[:1])[0].tolist()) == texts[0]
 
 
 def test_a_model_s_template_says_where_each_part_is(model_folder):

@@ -378,7 +378,8 @@ def _input(reading: Reading, name: str, ordered: Ordered, parts: Parts, blocks: 
         ],
         answers=list(answers),
         cannot_answer=[*cannot, *([] if is_timed else ["anything about time"])],
-        tokenizer=f"{workshop.memo.encoder.name}, cut at {workshop.memo.cuts}"
+        tokenizer=f"{workshop.memo.encoder.name}, cut at "
+        + ", ".join(filter(None, (workshop.memo.cuts, workshop.memo.words)))
         if workshop
         else "none",
         tokenizer_error=workshop.memo.encoder.error if workshop else "",
