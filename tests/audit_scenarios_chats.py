@@ -31,7 +31,12 @@ def window_of_four_turns(rng):
         if turns > 4:
             del row["messages"][1 : 1 + 2 * (turns - 4)]
 
-    return Planted(edited(base, slide), "window", "messages[1]")
+    def step(row, _):
+        turns = (len(row["messages"]) - 2) // 2
+        if turns > 4:  # never fewer than four turns, and four more before the start moves
+            del row["messages"][1 : 1 + 2 * ((turns - 4) // 4 * 4)]
+
+    return Planted(edited(base, slide), "window", "messages[1]", edited(base, step))
 
 
 def _thinking(rng, base, *, keep_last):

@@ -25,7 +25,7 @@ from kvdepot.audit.run import AuditOptions, audit
 from kvdepot.audit.sources import read_log, read_rows
 from kvdepot.audit.tokens import PieceMemo
 from kvdepot.audit.traffic import Measure
-from kvdepot.io.lines import Line
+from kvdepot.io.lines import Line, read_lines
 from tests import audit_oracle
 from tests.audit_planted import BLIND, SCENARIOS, planted
 
@@ -37,6 +37,7 @@ EDITS = {
     "tool_keys": "canonical_tools",
     "white_space": "normal_text",
     "tool_set": "every_tool",
+    "window": "wide_window",
 }
 
 
@@ -120,12 +121,27 @@ def test_the_given_inputs(name):
         return
     first = result.findings[0]
     assert (first.cause, first.place[: len(place)]) == (cause, place)
-    if cause == "window":  # the twin keeps the whole history, which is another edit
-        assert (first.proved_tokens or 0) > 0
-        return
-    fixed = oracle(read_log(path.with_name(f"{name}.fixed.jsonl.gz")))
+    twin = path.with_name(f"{name}.fixed.jsonl.gz")
+    # the twin of a window keeps the whole history: prompts without a bound, which no window is cut for
+    fixed = oracle(in_steps(path, twin) if cause == "window" else read_log(twin))
     proved = sum(each.proved_tokens or 0 for each in result.findings)
-    assert proved == pytest.approx(fixed.reused_tokens - now.reused_tokens, rel=0.02)
+    assert proved == pytest.approx(proved_tokens(now, fixed, EDITS.get(cause, "")), rel=0.02)
+
+
+def in_steps(logged, whole):
+    """The whole history, cut where a window that is dropped by halves would be: at most twice as long."""
+    made = []
+    for row, full in zip(rows_of(logged), rows_of(whole), strict=True):
+        assert row["request_id"] == full["request_id"]
+        system, *history = full["messages"]
+        dropped = len(full["messages"]) - len(row["messages"])
+        step = max(2, (len(row["messages"]) - 1) // 2 * 2)
+        made.append({**full, "messages": [system, *history[dropped // step * step :]]})
+    return reading_of(made)
+
+
+def rows_of(path):
+    return [json.loads(line.data) for line in read_lines(path)]
 
 
 # --- what holds for any traffic
