@@ -97,16 +97,9 @@ def test_control_requests():
             assert await client.is_up()
             assert await client.post("/drain")
             assert not await client.post("/no_such_order")
-            return await client.find_model(), await client.token_ids(TEXT)
+            return await client.token_ids(TEXT)
 
-        model, ids = with_client(server.url, scenario)
-    assert (model, len(ids)) == ("fake", 160)
-
-    async def no_model(client):
-        await client.find_model()
-
-    with pytest.raises(ConfigError, match="names no model"):
-        with_client(server.url, no_model)
+        assert len(with_client(server.url, scenario)) == 160
 
 
 def test_a_stream_is_parsed_wherever_it_is_cut():

@@ -12,7 +12,6 @@ import msgspec
 
 from kvdepot.bench.sse import Arrival, Stream, parse_stream
 from kvdepot.clock import Clock, SystemClock
-from kvdepot.errors import ConfigError
 
 __all__ = ["Answer", "Api", "Client", "Endpoint", "Prompt"]
 
@@ -142,21 +141,6 @@ class Client:
         return msgspec.json.encode(fields)
 
     # what is not timed
-
-    async def find_model(self) -> str:
-        """The first model that the server names.
-
-        Raises:
-            ConfigError: it names none.
-        """
-        body = await self._control("GET", "/v1/models")
-        try:
-            return str(msgspec.json.decode(body or b"")["data"][0]["id"])
-        except (msgspec.MsgspecError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"{self.endpoint.url}/v1/models names no model",
-                hint="is it an OpenAI-compatible server? name the model: --model",
-            ) from error
 
     async def token_ids(self, text: str) -> list[int] | None:
         """Tokens of a whole prompt as the server makes them; None where it does not say."""

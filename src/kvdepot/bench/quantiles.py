@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import msgspec
 
-__all__ = ["CONFIDENCE", "Quantile", "interval_ranks", "one_sided_n", "quantile", "two_sided_n"]
+__all__ = ["CONFIDENCE", "Quantile", "interval_ranks", "quantile"]
 
 #: two-sided
 CONFIDENCE = 0.95
@@ -88,16 +88,6 @@ def interval_ranks(n: int, q: float) -> tuple[int | None, int | None]:
             high = below + 1
             break
     return low, high
-
-
-def two_sided_n(q: float) -> int:
-    """The smallest sample with an upper end of the two-sided interval: 72 for p95, 368 for p99."""
-    return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(q))
-
-
-def one_sided_n(q: float) -> int:
-    """The smallest sample whose largest value is an upper 95 % bound: 59 for p95."""
-    return math.ceil(math.log(1 - CONFIDENCE) / math.log(q))
 
 
 def _binomial(n: int, k: int, p: float) -> float:

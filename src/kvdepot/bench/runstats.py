@@ -23,7 +23,6 @@ __all__ = [
     "Trend",
     "equivalence",
     "holm",
-    "mean_estimate",
     "median",
     "ratio",
     "trend",
@@ -95,23 +94,6 @@ def ratio(over: Sequence[float], under: Sequence[float], *, seed: int = _SEED) -
     drawn = _drawn_means(a, rng) - _drawn_means(b, rng)
     low, high = np.exp(np.percentile(drawn, [_TAIL, 100 - _TAIL]))
     return Estimate(value=value, low=float(low), high=float(high), runs=runs, p=_difference_p(a, b))
-
-
-def mean_estimate(values: Sequence[float], *, seed: int = _SEED) -> Estimate:
-    """The mean of one statistic of each run, with a bootstrap interval over runs.
-
-    Raises:
-        ValueError: no runs.
-    """
-    array = np.asarray(values, dtype=float)
-    if array.size == 0:
-        raise ValueError("a mean of no runs")
-    value = float(array.mean())
-    if array.size < 2:
-        return Estimate(value=value, low=None, high=None, runs=int(array.size))
-    drawn = _drawn_means(array, np.random.default_rng(seed))
-    low, high = np.percentile(drawn, [_TAIL, 100 - _TAIL])
-    return Estimate(value=value, low=float(low), high=float(high), runs=int(array.size))
 
 
 def equivalence(

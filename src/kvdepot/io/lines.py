@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 from kvdepot.errors import ConfigError
 from kvdepot.units import MIB
 
-__all__ = ["LINE_BYTES_MAX", "Line", "opened", "read_lines", "read_text", "write_whole"]
+__all__ = ["LINE_BYTES_MAX", "Line", "opened", "read_lines", "read_text"]
 
 #: a prompt of a million tokens is about 8 MiB of JSON; with tools and images in base64 perhaps ten times that
 LINE_BYTES_MAX = 256 * MIB
@@ -137,15 +137,3 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a text file, or say why not.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        Path(path).write_bytes(text.encode("utf-8", "replace"))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
