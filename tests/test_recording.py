@@ -31,7 +31,7 @@ from kvdepot.audit.sources import read_log
 from kvdepot.clock import SystemClock
 from kvdepot.errors import ConfigError
 from kvdepot.io.appender import LineAppender
-from kvdepot.recording.proxy import Recorder, make_proxy, upstream_url
+from kvdepot.recording.proxy import Recorder, proxy_runner, upstream_url
 from kvdepot.recording.rows import Redaction, is_prompt_path, row_of, usage_of
 from tests.audit_traffic import passage
 from tests.children import SOURCE
@@ -75,9 +75,19 @@ class Upstream:
         return response
 
 
+def server(app):
+    """What serves the server behind; packed requests are seen as they came."""
+    return web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=1,
+        auto_decompress=False,
+    )
+
+
 @contextlib.asynccontextmanager
-async def served(app):
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
+async def served(runner):
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -96,8 +106,8 @@ async def rig(path, redaction=None, base=""):
     recorder = Recorder(appender, redaction or Redaction(), SystemClock())
     try:
         async with (
-            served(app) as behind,
-            served(make_proxy(URL(behind + base), recorder)) as front,
+            served(server(app)) as behind,
+            served(proxy_runner(URL(behind + base), recorder, shutdown_timeout_s=1)) as front,
             aiohttp.ClientSession(auto_decompress=False) as client,
         ):
             yield upstream, client, front, recorder
@@ -140,6 +150,27 @@ def test_requests_and_answers_are_passed_on_byte_for_byte(tmp_path):
     assert (row["session_id"], row["status"], row["path"]) == ("s1", 200, CHAT)
     assert "secret" not in (tmp_path / "log").read_text()
     assert stat.S_IMODE(os.stat(tmp_path / "log").st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed"), [("gzip", gzip.compress(RAW)), ("br", b"\x0b\x00")]
+)
+def test_a_packed_request_is_passed_on_packed(tmp_path, encoding, packed):
+    async def scene():
+        async with rig(tmp_path / "log") as (upstream, client, front, recorder):
+            headers = {"Content-Encoding": encoding}
+            async with client.post(front + CHAT, data=packed, headers=headers) as found:
+                assert found.status == 200
+            _, _, seen, body = upstream.asked[0]
+            assert (seen["Content-Encoding"], body) == (encoding, packed)
+            assert (recorder.recorded, recorder.unreadable) == (
+                (1, 0) if encoding == "gzip" else (0, 1)
+            )
+
+    asyncio.run(scene())
+    assert [row["body"] for row in rows_of(tmp_path / "log")] == [json.loads(RAW)] * (
+        encoding == "gzip"
+    )
 
 
 def test_a_base_path_is_put_before_the_request_s(tmp_path):
@@ -190,7 +221,9 @@ def test_a_server_that_does_not_answer_is_a_502_and_recorded(tmp_path):
         appender = LineAppender(tmp_path / "log")
         recorder = Recorder(appender, Redaction(), SystemClock())
         async with (
-            served(make_proxy(URL("http://127.0.0.1:9"), recorder)) as front,
+            served(
+                proxy_runner(URL("http://127.0.0.1:9"), recorder, shutdown_timeout_s=1)
+            ) as front,
             aiohttp.ClientSession() as client,
             client.post(front + CHAT, data=RAW) as found,
         ):
@@ -333,7 +366,7 @@ def test_the_command_records_for_an_audit_until_it_is_told_to_stop(tmp_path):
         upstream = Upstream()
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", upstream.handle)
-        async with served(app) as behind:
+        async with served(server(app)) as behind:
             child = await asyncio.to_thread(
                 subprocess.Popen,
                 [str(each) for each in [*command, "--upstream", behind]],

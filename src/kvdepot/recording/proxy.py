@@ -22,7 +22,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.io.appender import LineAppender
 from kvdepot.recording.rows import TAIL_BYTES, Redaction, is_prompt_path, row_of, usage_of
 
-__all__ = ["Recorder", "make_proxy", "upstream_url"]
+__all__ = ["Recorder", "proxy_runner", "upstream_url"]
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ _HOP_HEADERS = frozenset(
 )
 _BODY_BYTES_MAX = 1 << 30
 _CONNECT_S = 30.0
+#: shorter than any server's, which may close a connection in the moment in which a request is sent on it:
+#: that request would be lost (uvicorn keeps connections for 5 s)
+_KEEP_ALIVE_S = 2.0
 _WAIT_S = 0.01
 _CHUNK_BYTES = 64 * 1024
 
@@ -132,14 +135,31 @@ class _Answer:
         return usage_of(bytes(self._tail), encoding=self.encoding, is_whole=is_whole)
 
 
-def make_proxy(upstream: URL, recorder: Recorder) -> web.Application:
-    """The application: every path and method goes to `upstream`."""
+def proxy_runner(upstream: URL, recorder: Recorder, *, shutdown_timeout_s: float) -> web.AppRunner:
+    """What serves the proxy.
+
+    Args:
+        upstream: every path and method goes there.
+        recorder: told of each request to a path of prompts.
+        shutdown_timeout_s: streams that are still open at the end may finish so long.
+    """
+    return web.AppRunner(
+        _make_app(upstream, recorder),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=shutdown_timeout_s,
+        # a packed request is passed on packed, as its headers say
+        auto_decompress=False,
+    )
+
+
+def _make_app(upstream: URL, recorder: Recorder) -> web.Application:
     app = web.Application(client_max_size=_BODY_BYTES_MAX)
     session_key = web.AppKey("session", aiohttp.ClientSession)
 
     async def session(app: web.Application) -> AsyncIterator[None]:
         app[session_key] = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             # a long prefill answers late, and a stream lasts as long as it lasts
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             auto_decompress=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import hmac
 import json
@@ -20,6 +19,8 @@ __all__ = ["TAIL_BYTES", "Redaction", "is_prompt_path", "row_of", "usage_of"]
 
 #: the end of an answer that is looked at for its usage; the last event of a stream is far smaller
 TAIL_BYTES = 256 * 1024
+#: as long as the longest line that the audit reads
+_UNPACKED_BYTES_MAX = 256 << 20
 _PROMPT_PATHS = ("/chat/completions", "/completions", "/responses", "/messages")
 _SESSION_HEADERS = ("x-session-id", "x-conversation-id", "x-trace-id")
 _REQUEST_HEADERS = ("x-request-id", "x-correlation-id")
@@ -99,13 +100,14 @@ def row_of(
 
     Headers are never written, but for ids of requests and sessions.
     """
+    lower = {key.lower(): value for key, value in headers.items()}
+    plain = _unpacked(body, lower.get("content-encoding", "").lower())
     try:
-        decoded = json.loads(body)
+        decoded = json.loads(plain or b"")
     except (ValueError, RecursionError):
         return None
     if not isinstance(decoded, dict):
         return None
-    lower = {key.lower(): value for key, value in headers.items()}
     session = next((lower[key] for key in _SESSION_HEADERS if lower.get(key)), None)
     request = next((lower[key] for key in _REQUEST_HEADERS if lower.get(key)), None)
     if redaction.changes_bodies:
@@ -135,6 +137,20 @@ def _is_encodable(row: dict[str, Any]) -> bool:
     return True
 
 
+def _unpacked(data: bytes, encoding: str) -> bytes | None:
+    """Bytes without their content encoding; None where it is not known, damaged, or hides too much."""
+    if encoding in ("", "identity"):
+        return data
+    if encoding not in ("gzip", "deflate"):
+        return None
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # either header
+    try:
+        plain = unpacker.decompress(data, _UNPACKED_BYTES_MAX)
+    except zlib.error:
+        return None
+    return plain if unpacker.eof else None
+
+
 def usage_of(tail: bytes, *, encoding: str = "", is_whole: bool = True) -> Any:
     """The ``usage`` in an answer or in the last events of a stream; None where there is none.
 
@@ -145,16 +161,10 @@ def usage_of(tail: bytes, *, encoding: str = "", is_whole: bool = True) -> Any:
     """
     if encoding and not is_whole:
         return None
-    try:
-        if encoding == "gzip":
-            tail = gzip.decompress(tail)
-        elif encoding == "deflate":
-            tail = zlib.decompress(tail)
-        elif encoding:
-            return None
-    except (OSError, EOFError, zlib.error):
+    plain = _unpacked(tail, encoding)
+    if plain is None:
         return None
-    text = tail.decode("utf-8", "replace")
+    text = plain.decode("utf-8", "replace")
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
+from yarl import URL
 
 from kvdepot.clock import Clock, SystemClock
 from kvdepot.errors import ConfigError
 from kvdepot.io.appender import LineAppender
-from kvdepot.recording.proxy import Recorder, make_proxy, upstream_url
+from kvdepot.recording.proxy import Recorder, proxy_runner, upstream_url
 from kvdepot.recording.rows import Redaction
 
 __all__ = ["record"]
@@ -55,7 +56,7 @@ def record(
     appender = LineAppender(out)
     recorder = Recorder(appender, redaction or Redaction(), clock or SystemClock())
     try:
-        asyncio.run(_serve(make_proxy(url, recorder), host, port, on_ready))
+        asyncio.run(_serve(url, recorder, host, port, on_ready))
     finally:
         appender.close()
     if recorder.unreadable:
@@ -66,11 +67,9 @@ def record(
 
 
 async def _serve(
-    app: web.Application, host: str, port: int, on_ready: Callable[[str], None]
+    upstream: URL, recorder: Recorder, host: str, port: int, on_ready: Callable[[str], None]
 ) -> None:
-    runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=_GRACE_S
-    )
+    runner = proxy_runner(upstream, recorder, shutdown_timeout_s=_GRACE_S)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
