@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -118,6 +119,22 @@ def test_an_input_that_cannot_be_trusted_is_status_3(capsys, logs, tmp_path):
     assert "line 21: not JSON" in out
     assert "line 22: holds NUL bytes" in out
     assert "3 of 23 lines" in err
+
+
+def test_names_that_are_no_text_are_written_all_the_same(capsys, tmp_path):
+    rows = []
+    for number in range(40):
+        text = f"lone \ud800 {'words of a document ' * 40}{number}"
+        names = {"user": "\udfff", "session_id": "\ud800", "cache_salt": f"\ud800{number % 2}"}
+        rows.append({**names, "timestamp": number, "messages": [{"role": "user", "content": text}]})
+    log = tmp_path / os.fsdecode(b"odd\xff.jsonl")
+    log.write_text("\n".join(map(json.dumps, rows)))
+    page, data = tmp_path / "page.html", tmp_path / "result.json"
+    status, out, _ = run(capsys, log, "--html", page, "--json", data, "--show-values")
+    assert status == 0
+    assert "\udcff" not in out
+    assert decode_audit(data.read_bytes(), "x").input.name == "odd?.jsonl"
+    assert "odd?.jsonl" in page.read_text()
 
 
 def test_an_empty_input_is_status_1(capsys, tmp_path):

@@ -343,6 +343,37 @@ def test_texts_of_any_kind_go_through_to_the_end():
     assert any("UTF-8" in each for each in result.input.problems)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        rb"DEBUG Request r2 details: prompt: '\x4 \N{no such sign}', prompt_token_ids: None",
+        b"DEBUG Request r2 details: prompt: 'x', prompt_token_ids: [1, 99999999999]",
+        b"DEBUG Request r2 details: prompt: 'x', prompt_token_ids: [1 2]",
+    ],
+)
+def test_a_broken_line_of_an_engine_s_log_is_named(line):
+    good = b"DEBUG Request r1 details: prompt: 'one two', prompt_token_ids: None"
+    reading = read(good, line, good)
+    assert (reading.kind, len(reading.records), reading.broken) == ("engine log", 2, 1)
+    assert reading.problems[0].line == 2
+    assert "vLLM's log" in reading.problems[0].what
+
+
+def test_events_that_go_in_circles_or_are_none_leave_the_others():
+    reading = read(
+        stored([1], None, [5, 6], block_size=2),
+        stored([2], 1, [7, 8], block_size=2, session_id=[1]),
+        stored([1], 2, [9, 9], block_size=2),
+        stored([2, 2], 2, [1, 2, 3, 4], block_size="two"),
+        {"type": "BlockStored", "events": 5},
+        stored([7], None, [1, 1 << 40]),
+    )
+    assert [record.ids.tolist() for record in reading.records] == [[5, 6, 7, 8]] * 2
+    assert [record.session for record in reading.records] == ["[1]", None]
+    assert reading.broken == 2
+    assert [each.line for each in reading.problems] == [5, 6]
+
+
 def test_ten_thousand_tools_and_a_schema_that_refers_to_itself():
     tool = {
         "type": "function",

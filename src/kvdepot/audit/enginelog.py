@@ -13,8 +13,12 @@ import datetime as dt
 import re
 from typing import Any
 
+import numpy as np
+
 from kvdepot.audit.chatlog import is_int_list, packed_ids
 from kvdepot.audit.records import Problem, Record, parse_time
+from kvdepot.audit.render import clean_text
+from kvdepot.audit.tokenlog import Ids
 
 __all__ = ["EngineLines", "EventTree", "is_event_row"]
 
@@ -38,7 +42,11 @@ class EngineLines:
         self._lengths: list[int] = []
 
     def feed(self, text: str, line: int) -> bool:
-        """Take one line; whether it was one of a request."""
+        """Take one line; whether it was one of a request.
+
+        Raises:
+            ValueError: its prompt or its token ids cannot be read.
+        """
         match = _DETAILS.search(text)
         if match is None:
             self._without_prompt += _RECEIVED.search(text) is not None
@@ -49,7 +57,7 @@ class EngineLines:
             numbers = [int(each) for each in ids[1:-1].split(",") if each.strip()]
             record.ids = packed_ids(numbers) if numbers else None
         if record.ids is None and match["prompt"] != "None":
-            record.prompt = str(ast.literal_eval(match["prompt"]))
+            record.prompt = _text_of(match["prompt"])
         if record.ids is None and record.prompt is None:
             self._without_prompt += 1
             return False
@@ -86,6 +94,14 @@ class EngineLines:
             )
         )
         return same
+
+
+def _text_of(literal: str) -> str:
+    try:
+        text = str(ast.literal_eval(literal))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"the prompt is no text as Python writes it: {error}") from error
+    return clean_text(text)
 
 
 def _stamp(text: str) -> float | None:
@@ -134,12 +150,17 @@ class EventTree:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         #: block hash -> (parent hash, token ids)
-        self._blocks: dict[Any, tuple[Any, list[int]]] = {}
-        self._ends: list[tuple[int, float | None, Any, dict[str, Any]]] = []
+        self._blocks: dict[str, tuple[str | None, Ids]] = {}
+        self._ends: list[tuple[int, float | None, str, dict[str, Any]]] = []
         self._orphans = 0
 
     def feed(self, row: Any, line: int) -> None:
-        """Take one decoded line."""
+        """Take one decoded line.
+
+        Raises:
+            ValueError: a token id is out of range.
+            TypeError: it is no batch of events.
+        """
         at, events = self._events(row)
         for event in events:
             if event.get("type") != "BlockStored":
@@ -155,14 +176,18 @@ class EventTree:
                     Problem(line, "a BlockStored event without hashes or token ids")
                 )
                 continue
-            size = event.get("block_size") or len(ids) // len(hashes)
+            packed = packed_ids(ids)
+            size = event.get("block_size")
+            if not isinstance(size, int) or size < 1:
+                size = max(1, len(ids) // len(hashes))
             parent = event.get("parent_block_hash")
             if parent is not None and parent not in self._blocks:
                 self._orphans += 1
                 continue
             for number, each in enumerate(hashes):
                 key = str(each)
-                self._blocks[key] = (parent, ids[number * size : (number + 1) * size])
+                # a block is known behind its parent alone, so the tree has no circle
+                self._blocks.setdefault(key, (parent, packed[number * size : (number + 1) * size]))
                 parent = key
             self._ends.append((line, at, parent, event))
 
@@ -194,20 +219,20 @@ class EventTree:
         for line, at, end, event in self._ends:
             if end in inner:
                 continue  # a later event goes on from here: one prompt, stored in steps
-            chain: list[list[int]] = []
-            key = end
+            chain: list[Ids] = []
+            key: str | None = end
             while key is not None:
                 key, ids = self._blocks[key]
                 chain.append(ids)
-            ids = [each for part in reversed(chain) for each in part]
+            session = event.get("session_id")
             extra = [("lora", event.get("lora_name")), ("extra_keys", event.get("extra_keys"))]
             records.append(
                 Record(
                     line,
                     at,
-                    session=event.get("session_id"),
+                    session=None if session is None else str(session),
                     extra=tuple((name, str(value)) for name, value in extra if value),
-                    ids=packed_ids(ids),
+                    ids=np.concatenate(chain[::-1]),
                 )
             )
         return records

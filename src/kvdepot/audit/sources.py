@@ -95,7 +95,10 @@ class _Reader:
         return self._patched(data, number, failure)
 
     def _patched(self, data: bytes, number: int, failure: Exception) -> Any:
-        """A second try for lone surrogates, NULs in texts, and bytes that are not UTF-8."""
+        """A second try for lone surrogates, NULs in texts, and bytes that are not UTF-8.
+
+        No lone surrogate is left in any text, because none can be written to a result.
+        """
         if isinstance(failure, RecursionError):
             self._broken(number, "nested too deeply")
             return None
@@ -106,6 +109,7 @@ class _Reader:
             text, is_utf8 = data.decode("utf-8", "replace"), False
         try:
             row = json.loads(text, strict=False)
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
         except (ValueError, RecursionError):
             self._broken(number, f"not JSON: {str(failure)[:100]}")
             return None
@@ -118,7 +122,12 @@ class _Reader:
             self._broken(number, "holds NUL bytes")
             return
         text = data.decode("utf-8", "replace")
-        if self._engine.feed(text, number):
+        try:
+            is_request = self._engine.feed(text, number)
+        except (ValueError, MemoryError, RecursionError) as error:
+            self._broken(number, f"cannot be read as a line of vLLM's log: {error}")
+            return
+        if is_request:
             self._kinds["engine log"] = self._kinds.get("engine log", 0) + 1
         elif self._reading.lines == 1 and self._is_arrivals(text):
             self._note(number, "arrivals and lengths only: they say nothing about reuse")
@@ -132,7 +141,10 @@ class _Reader:
     def _take(self, row: Any, number: int) -> None:
         if is_event_row(row):
             self._has_events = True
-            self._events.feed(row, number)
+            try:
+                self._events.feed(row, number)
+            except (ValueError, TypeError, AttributeError, IndexError) as error:
+                self._broken(number, f"cannot be read as KV events: {error}")
             return
         if isinstance(row, list):
             for each in row:

@@ -165,6 +165,7 @@ def _refuse(error: KvdepotError, status: int) -> int:
 
 def _audit(log: str, engine: Engine, output: Output, limits: Limits, sample: int) -> int:
     from kvdepot.audit.gates import check_causes, exit_status, parse_points
+    from kvdepot.audit.render import clean_text
     from kvdepot.audit.result import decode_audit
     from kvdepot.audit.run import audit as run_audit
     from kvdepot.audit.sources import read_log
@@ -179,7 +180,8 @@ def _audit(log: str, engine: Engine, output: Output, limits: Limits, sample: int
     path = limits.baseline
     before = decode_audit(_bytes_of(path), str(path)) if path is not None else None
     lost = parse_points(limits.max_regress) if limits.max_regress else None
-    name = "standard input" if log == "-" else Path(log).name
+    # a file's name may be no text
+    name = "standard input" if log == "-" else clean_text(Path(log).name)
     result = run_audit(read_log(log), name, _options(engine, output, sample), tell=_tell)
     status, reasons = exit_status(
         result,
