@@ -46,6 +46,14 @@ def blocks_from(chains, *, times=None, sessions=None, size=16) -> BlockLog:
     )
 
 
+@given(prompts_of, st.integers(0, 200))
+def test_prompts_made_one_by_one_give_the_same_log(prompts, tokens):
+    whole = log_of(prompts)
+    made = token_log((np.array(each, np.int32) for each in prompts), tokens=tokens)
+    assert made.ids.tolist() == whole.ids.tolist() == [each for ids in prompts for each in ids]
+    assert made.starts.tolist() == whole.starts.tolist()
+
+
 # --- pass 1
 
 

@@ -103,6 +103,7 @@ def look_at_ids(
     hits = blocks.hit_tokens()
     exact, _ = exact_hits(log, blocks)
     shared = shared_bodies(log, exact)
+    del blocks  # the proof needs room for its own
     now = Measure(log.total, int(hits.sum()))
     sample = traffic.selected(_sampled(log))
     found = peel(sample, workshop, threshold=threshold)
@@ -200,14 +201,15 @@ def _portions(traffic: Traffic, lengths: Sequence[int]) -> Iterator[Traffic]:
 def _measured(traffic: Traffic, workshop: Workshop, steps: Sequence[Step]) -> Measure:
     """Edits made on all requests, in portions; only the ids are kept."""
     lengths = [len(record.ids) for record in traffic.records if record.ids is not None]
-    made: list[Ids] = []
-    for portion in _portions(traffic, lengths):
-        edited = portion
-        for step in steps:
-            edited = step.edit.apply(edited)
-        made += workshop.memo.prompts(prompt.text for prompt in workshop.prompts(edited))
-    log = workshop.log_of_ids(traffic, made)
-    del made
+
+    def edited_ids() -> Iterator[Ids]:
+        for portion in _portions(traffic, lengths):
+            edited = portion
+            for step in steps:
+                edited = step.edit.apply(edited)
+            yield from workshop.memo.prompts(prompt.text for prompt in workshop.prompts(edited))
+
+    log = workshop.log_of_ids(traffic, edited_ids(), tokens=sum(lengths))
     reused = int(np.sum(workshop.blocks(log).hit_tokens()))
     return Measure(log.total, reused)
 

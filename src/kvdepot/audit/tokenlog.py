@@ -5,7 +5,7 @@ Everything that follows works on these arrays; requests are in the order of thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,8 +57,9 @@ class TokenLog(NamedTuple):
 
 
 def token_log(
-    prompts: Sequence[Ids],
+    prompts: Iterable[Ids],
     *,
+    tokens: int | None = None,
     extras: Sequence[int] | Ints | None = None,
     times_s: Sequence[float] | Reals | None = None,
     sessions: Sequence[int] | Ints | None = None,
@@ -66,7 +67,9 @@ def token_log(
     """Put prompts together.
 
     Args:
-        prompts: token ids, each array in ``[0, MAX_TOKEN_ID]``; copied.
+        prompts: token ids, each array in ``[0, MAX_TOKEN_ID]``; copied one by one, so that prompts which
+            are made one by one are never there twice.
+        tokens: about how many there are in all; by default they are counted first.
         extras: by default all equal.
         times_s: by default the number of the request.
         sessions: by default unknown.
@@ -74,10 +77,22 @@ def token_log(
     Raises:
         ConfigError: an id is out of range.
     """
-    count = len(prompts)
-    starts = np.zeros(count + 1, np.int64)
-    np.cumsum([len(prompt) for prompt in prompts], out=starts[1:])
-    ids = np.concatenate(prompts).astype(np.int32, copy=False) if count else np.empty(0, np.int32)
+    if tokens is None:
+        prompts = list(prompts)
+        tokens = sum(map(len, prompts))
+    room = np.empty(tokens, np.int32)
+    ends = [0]
+    for prompt in prompts:
+        end = ends[-1] + len(prompt)
+        if end > len(room):
+            more = np.empty(max(end, len(room) * 5 // 4), np.int32)
+            more[: ends[-1]] = room[: ends[-1]]
+            room = more
+        room[ends[-1] : end] = prompt
+        ends.append(end)
+    count = len(ends) - 1
+    starts = np.array(ends, np.int64)
+    ids = room[: ends[-1]]
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID):
         raise ConfigError(f"token ids must be between 0 and {MAX_TOKEN_ID}")
     zeros = np.zeros(count, np.int64)

@@ -7,7 +7,7 @@ tokenized again, so a trial costs about as much as the passes over its token ids
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -125,10 +125,13 @@ class Workshop:
         """Tokenize prompts."""
         return self.log_of_ids(traffic, self.memo.prompts(prompt.text for prompt in prompts))
 
-    def log_of_ids(self, traffic: Traffic, ids: Sequence[Ids]) -> TokenLog:
-        """Put token ids together with what is known about their requests."""
+    def log_of_ids(
+        self, traffic: Traffic, ids: Iterable[Ids], *, tokens: int | None = None
+    ) -> TokenLog:
+        """Put token ids together with what is known about their requests; see `token_log`."""
         return token_log(
             ids,
+            tokens=tokens,
             extras=traffic.extras,
             times_s=np.asarray(traffic.times_s, np.float64),
             sessions=traffic.sessions,
