@@ -66,6 +66,15 @@ def test_a_tokenizer_that_looks_over_cuts_is_cut_less(pattern, cuts):
     assert same_ids(memo.prompts(texts), encoder.encode(texts))
 
 
+@given(
+    st.lists(st.sampled_from(["~a~1", "~b~1", " ", "~a~2", "x", "\n", "~", "1", ""])).map("".join)
+)
+def test_words_of_one_token_are_read_like_any(text):
+    encoder = PseudoEncoder()
+    for each in (text, text.replace("~a~1", "~a~1 "), " ".join(["~a~1", "~c~1"] * 5)):
+        assert encoder.encode([each])[0].tolist() == encoder._of_any(each)
+
+
 def test_a_pseudo_word_stands_for_its_tokens():
     encoder = PseudoEncoder()
     one, other = map(np.ndarray.tolist, encoder.encode(["~k1~3 ~k2~1\nx", "~k1~3 ~k3~2"]))

@@ -119,21 +119,34 @@ class PseudoEncoder:
     special: re.Pattern[str] | None = SPECIAL
 
     _WORDS = re.compile(r"~([0-9a-z]+)~(\d{1,7}) ?|(\s+|[^\s~]+|~)")
+    _ONE = re.compile(r"~([0-9a-z]+)~1")
 
     def __init__(self) -> None:
         self._ids: dict[tuple[str, int], int] = {}
+        #: words of one token: a log of ids has no others
+        self._ones: dict[str, int] = {}
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        made = []
-        for text in texts:
-            ids: list[int] = []
-            for match in self._WORDS.finditer(text):
-                word, count = (match[1], int(match[2])) if match[1] else (match[3], 1)
-                ids += [
-                    self._ids.setdefault((word, number), len(self._ids)) for number in range(count)
-                ]
-            made.append(np.array(ids, np.int32))
-        return made
+        return [np.array(self._of_ones(text) or self._of_any(text), np.int32) for text in texts]
+
+    def _of_ones(self, text: str) -> list[int] | None:
+        """Ids of words of one token each, with a blank between them; None for any other text."""
+        words = text.split(" ")
+        known = self._ones
+        # in their order: the numbers of words, and so the anchors, are the same in every run
+        for word in [each for each in dict.fromkeys(words) if each not in known]:
+            match = self._ONE.fullmatch(word)
+            if match is None:
+                return None
+            known[word] = self._ids.setdefault((match[1], 0), len(self._ids))
+        return [known[word] for word in words]
+
+    def _of_any(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for match in self._WORDS.finditer(text):
+            word, count = (match[1], int(match[2])) if match[1] else (match[3], 1)
+            ids += [self._ids.setdefault((word, number), len(self._ids)) for number in range(count)]
+        return ids
 
 
 class ModelEncoder:
