@@ -393,6 +393,23 @@ def test_ten_thousand_tools_and_a_schema_that_refers_to_itself():
     assert result.totals.requests == 4
 
 
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_schema_too_deep_to_compare_is_named(is_text):
+    def row(levels, number):
+        schema: dict[str, Any] = {}
+        for _ in range(levels):
+            schema = {"properties": schema, "number": number}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        body = {"messages": MESSAGES, "tools": tools}
+        return {"timestamp": number, "input": json.dumps(body) if is_text else body}
+
+    reading = read(row(140, 1), row(300, 2), row(140, 3))
+    assert len(reading.records) == 2
+    assert [each.line for each in reading.problems] == [2]
+    assert re.search("too deeply|no prompt in it", reading.problems[0].what)
+    assert audit(reading, "x", AuditOptions()).totals.requests == 2
+
+
 # --- order, doubles, usage
 
 

@@ -15,7 +15,10 @@ import numpy as np
 from kvdepot.audit.records import Body, Record, parse_time
 from kvdepot.audit.tokenlog import MAX_TOKEN_ID, Ids
 
-__all__ = ["chat_records", "is_cut", "is_int_list", "packed_ids"]
+__all__ = ["DEPTH_MAX", "chat_records", "is_cut", "is_deep", "is_int_list", "packed_ids"]
+
+#: schemas are compared and written level by level; real ones have some ten
+DEPTH_MAX = 150
 
 _WRAPPERS = (
     "body",
@@ -120,10 +123,27 @@ def _decoded(value: object) -> object:
     """Exports often hold JSON as text."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
-            return json.loads(value)
+            found = json.loads(value)
         except (ValueError, RecursionError):
             return value
+        return value if is_deep(found) else found
     return value
+
+
+def is_deep(value: object) -> bool:
+    """Whether objects and arrays stand in each other over more than `DEPTH_MAX` levels."""
+    level = [value]
+    for _ in range(DEPTH_MAX):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _record(row: dict[str, Any], line: int) -> Record | None:

@@ -189,7 +189,7 @@ class EventTree:
                 # a block is known behind its parent alone, so the tree has no circle
                 self._blocks.setdefault(key, (parent, packed[number * size : (number + 1) * size]))
                 parent = key
-            self._ends.append((line, at, parent, event))
+            self._ends.append((line, at, str(hashes[-1]), event))
 
     @staticmethod
     def _events(row: Any) -> tuple[float | None, list[dict[str, Any]]]:

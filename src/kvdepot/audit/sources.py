@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvdepot.audit.chatlog import chat_records, is_cut
+from kvdepot.audit.chatlog import DEPTH_MAX, chat_records, is_cut, is_deep
 from kvdepot.audit.enginelog import EngineLines, EventTree, is_event_row
 from kvdepot.audit.records import Problem, Reading
 from kvdepot.audit.shared import is_shared_header
@@ -82,7 +82,7 @@ class _Reader:
             return
         row = self._row(data, line.number)
         if row is not None:
-            self._take(row, line.number)
+            self._take_flat(row, line.number, data)
 
     def _row(self, data: bytes, number: int) -> Any:
         try:
@@ -138,6 +138,13 @@ class _Reader:
     def _is_arrivals(text: str) -> bool:
         return any(name.lower() in text.lower() for name in _ARRIVALS)
 
+    def _take_flat(self, row: Any, number: int, data: bytes) -> None:
+        # counting is quick, and a row with few brackets is not deep
+        if data.count(b"{") + data.count(b"[") > DEPTH_MAX and is_deep(row):
+            self._broken(number, f"nested too deeply: more than {DEPTH_MAX} levels")
+        else:
+            self._take(row, number)
+
     def _take(self, row: Any, number: int) -> None:
         if is_event_row(row):
             self._has_events = True
@@ -192,7 +199,7 @@ class _Reader:
         if self._open:
             data, self._open = b"\n".join(self._open), []
             row = self._patched(data, 1, ValueError("an open bracket")) or []
-            self._take(row, 1)
+            self._take_flat(row, 1, data)
         reading.cut += self._engine.finish()
         reading.records += self._engine.records
         if self._has_events:
