@@ -4,17 +4,25 @@ Prompts of 10,000 tokens: a common head, an id that changes, one of 50 documents
 runs in a process of its own. Text is tokenized by the built-in tokenizer, and by a model's with --model.
 
 python benchmarks/audit_scale.py --out benchmarks/results/audit_scale.json
+
+With --log, the whole of `kvdepot audit` on the same prompts as a JSONL file of token ids: reading, passes,
+causes, the edit's proof on all, curves, verdict. Sizes already measured are kept; a machine that allows
+short commands only measures one size at a time.
+
+python benchmarks/audit_scale.py --log 1000 --out benchmarks/results/audit_scale_log.json
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import resource
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +50,15 @@ def main() -> None:
     options.add_argument("--requests", type=int, nargs="*", default=[1000, 3000, 10_000])
     options.add_argument("--model", help="a model's folder, to tokenize with its tokenizer as well")
     options.add_argument("--one", type=int, help="measure this size in this process, and print it")
+    options.add_argument("--write", nargs=2, help="write so many requests to this file")
+    options.add_argument("--log", type=int, help="audit a file of this many requests instead")
     args = options.parse_args()
+    if args.log:
+        report(of_log(args.log, args.out), args.out)
+        return
+    if args.write:
+        write_log(int(args.write[0]), args.write[1])
+        return
     if args.one:
         print(json.dumps(measure(args.one)))
         return
@@ -124,6 +140,53 @@ def measure(requests: int) -> dict[str, Any]:
             "most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         },
     }
+
+
+def of_log(requests: int, out: str | None) -> dict[str, Any]:
+    """The command on a file, and what earlier calls measured for other sizes."""
+    path = Path(out) if out else None
+    known = json.loads(path.read_text())["sizes"] if path is not None and path.exists() else []
+    with tempfile.TemporaryDirectory() as folder:
+        log, found = Path(folder, "log.jsonl"), Path(folder, "result.json")
+        # in a process of its own: a child's peak begins at what its parent had
+        subprocess.run([sys.executable, __file__, "--write", str(requests), str(log)], check=True)
+        command = [sys.executable, "-m", "kvdepot", "audit", str(log), "--json", str(found)]
+        began = time.perf_counter()
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        wall_s = time.perf_counter() - began
+        if child.returncode:
+            raise SystemExit(f"kvdepot audit: status {child.returncode}")
+        result = json.loads(found.read_text())
+        size = {
+            "requests": requests,
+            "tokens": result["totals"]["input_tokens"],
+            "file_mib": log.stat().st_size / 2**20,
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "wall_s": wall_s,
+            "rss_mib": usage.ru_maxrss / 1024,
+            "findings": [
+                [each["cause"], each["place"], each["proved_tokens"]] for each in result["findings"]
+            ],
+        }
+    sizes = [*(each for each in known if each["requests"] != requests), size]
+    return {
+        "benchmark": "audit_scale_log",
+        "prompt_tokens": PROMPT_TOKENS,
+        "sizes": sorted(sizes, key=lambda each: each["requests"]),
+        "environment": environment(),
+    }
+
+
+def write_log(requests: int, path: str) -> None:
+    """The traffic as JSONL."""
+    log = traffic(requests)
+    with open(path, "wb", buffering=1 << 22) as file:
+        for number in range(requests):
+            ids = ",".join(map(str, log.prompt(number).tolist()))
+            row = f'{{"request_id":"r{number}","timestamp":{number},"prompt_token_ids":[{ids}]}}\n'
+            file.write(row.encode())
 
 
 def tokenize(model: str | None) -> dict[str, Any]:
