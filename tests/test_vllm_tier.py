@@ -1,6 +1,7 @@
 """The tier under vLLM's own managers: what is stored comes back, byte for byte, or is a miss.
 
-What moves is kept by kvdepot.engines.vllm.jobs.
+What moves is kept by kvdepot.engines.vllm.jobs, and what was stored is told by
+kvdepot.engines.vllm.events.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Ask:
         self.keys: list[OffloadKey] = []
         parent = hashlib.sha256(prompt.encode()).digest()
         for number in range(chunks):
-            parent = hashlib.sha256(parent + bytes([number])).digest()
+            parent = hashlib.sha256(parent + number.to_bytes(4, "little")).digest()
             key = make_offload_key(parent, 0)
             self.keys.append(key)
             self.context.set_offload_key_position(key, (number + 1) * CHUNK_TOKENS)

@@ -17,13 +17,16 @@ from kvdepot.keys import BlockKey, adopt_key, root_key
 __all__ = ["RequestBlocks"]
 
 _GROUP_BYTES = 4
-#: chunks looked up together: the first time, and at most; the largest step takes a third of a millisecond
+#: chunks looked up together: the first time, and at most; the largest step takes a quarter of a millisecond
 _STEP = 16
-_STEP_MAX = 256
+_STEP_MAX = 128
 
 
 class RequestBlocks:
     """Of one request, on the scheduler's thread. vLLM's request context carries it.
+
+    `key`, `in_order` and `parent` may be asked on another thread too: what `learn` has taken in stays as it
+    is, and a key that two threads make at once is the same key.
 
     Args:
         identity_digest: of the engine.
@@ -101,14 +104,22 @@ class RequestBlocks:
         """Whether it is the first chunk of the request, as far as is known."""
         return self._places.get(offload_key) == 0
 
-    def in_order(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
-        """Keys by their position in the prompt; vLLM hands stores over as a set."""
-        position = context.get_offload_key_position
-        return sorted(keys, key=lambda key: (key[-_GROUP_BYTES:], position(key) or 0))
+    def learn(self, context: ReqContext) -> None:
+        """Take in the keys that vLLM has made since the last time. On the scheduler's thread."""
+        made = context._offload_key_positions
+        if len(made) == len(self._order):
+            return
+        for key in islice(made, len(self._order), None):
+            self._places[key] = len(self._order)
+            self._order.append(key)
 
-    def parent(self, offload_key: OffloadKey, context: ReqContext) -> BlockKey:
+    def in_order(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Keys that were learned, parents before their children; vLLM hands stores over as a set."""
+        places, end = self._places, len(self._places)
+        return sorted(keys, key=lambda key: places.get(key, end))
+
+    def parent(self, offload_key: OffloadKey) -> BlockKey:
         """The key of the chunk before, or the root key where there is none or it is not known."""
-        self._learn(context)
         place = self._places.get(offload_key)
         if place is not None:
             group = offload_key[-_GROUP_BYTES:]
@@ -123,19 +134,10 @@ class RequestBlocks:
 
     def _ahead(self, offload_key: OffloadKey, context: ReqContext) -> list[OffloadKey]:
         """The chunk and those that follow it in its group, a growing number of them."""
-        self._learn(context)
+        self.learn(context)
         place = self._places.get(offload_key)
         if place is None:
             return [offload_key]
         group = offload_key[-_GROUP_BYTES:]
         step, self._step = self._step, min(4 * self._step, _STEP_MAX)
         return [key for key in self._order[place : place + step] if key[-_GROUP_BYTES:] == group]
-
-    def _learn(self, context: ReqContext) -> None:
-        """Take in the keys that vLLM has made since the last time."""
-        made = context._offload_key_positions
-        if len(made) == len(self._order):
-            return
-        for key in islice(made, len(self._order), None):
-            self._places[key] = len(self._order)
-            self._order.append(key)

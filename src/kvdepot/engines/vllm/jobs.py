@@ -3,48 +3,49 @@
 A job's rows belong to the pool until it is settled, and only then is vLLM told of its end, because vLLM
 gives the rows to others with it. A load that is late is decided long before that; `late_keys` says of
 which chunks, so that the connector can let requests go on without them.
+
+Keys, rows and records of a job's chunks are made on a thread of ours (`Handover`), a part at a time;
+only the first part of a load is begun at once, because a request waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvdepot.clock import Clock
 from kvdepot.engines.vllm.blocks import RequestBlocks
+from kvdepot.engines.vllm.handover import Handover
 from kvdepot.engines.vllm.host_region import HostRegion
-from kvdepot.tiers import Job, Outcome, Read, Tier, Write
+from kvdepot.engines.vllm.moving import PART_CHUNKS, Moving
+from kvdepot.keys import BlockKey
+from kvdepot.tiers import Job, Outcome, Read, Tier, Turn, Write
 
 __all__ = ["Ended", "TierJobs"]
 
 
-class _Moving(NamedTuple):
-    """A job on its way."""
-
-    keys: Sequence[OffloadKey]
-    blocks: RequestBlocks
-    job: Job
-    is_load: bool
-
-
 class Ended(NamedTuple):
-    """A job's end, and the chunks that it stored."""
+    """A job's end."""
 
     result: JobResult
-    stored: Sequence[OffloadKey]
+    #: chunks that it stored
+    stored: Sequence[OffloadKey] = ()
+    #: the method that a bug of ours has ended it in; empty without one
+    broken: str = ""
 
 
 class TierJobs:
-    """The jobs of one tier. Used by the scheduler's thread alone; nothing waits but `quiesce`.
+    """The jobs of one tier. Used by the scheduler's thread alone; nothing waits but `quiesce` and `close`.
 
     Args:
         region: where the rows are.
         block_tokens: tokens of a chunk, by group.
         chained: groups in which a chunk is of no use without the one before it.
-        clock: for waiting.
+        clock: for deadlines and for waiting.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class TierJobs:
         self._block_tokens = block_tokens
         self._chained = chained
         self._clock = clock
-        self._moving: dict[int, _Moving] = {}
+        self._handover = Handover()
+        self._moving: dict[int, Moving] = {}
         self._refused: list[Ended] = []
+        self._loads = 0
         #: chunks whose load was late and whose rows the storage still holds
         self.late_keys: set[OffloadKey] = set()
 
@@ -73,14 +76,32 @@ class TierJobs:
 
     def load(
         self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks, deadline_s: float
-    ) -> Job:
-        """Begin to load; all of it is one load of the pool's, which is returned."""
-        keys = list(transfer.keys)
-        rows = self._region.rows(transfer.chunk_ids)
-        reads = [Read(blocks.key(key), row) for key, row in zip(keys, rows, strict=True)]
-        job = pool.load(reads, deadline_s=deadline_s)
-        self._moving[transfer.job_id] = _Moving(keys, blocks, job, is_load=True)
-        return job
+    ) -> Moving:
+        """Begin to load; for the pool all of it is one request."""
+        self._loads += 1
+        request, row_bytes = self._loads, self._region.row_bytes
+        give_up_at_s = self._clock.monotonic_s() + deadline_s
+        chunks = dict(zip(transfer.keys, transfer.chunk_ids.tolist(), strict=True))
+
+        def begin(part: Sequence[OffloadKey], left: int) -> Job:
+            rows = self._region.rows(chunks[key] for key in part)
+            reads = [Read(blocks.key(key), row) for key, row in zip(part, rows, strict=True)]
+            left_s = max(give_up_at_s - self._clock.monotonic_s(), 0.0)
+            return pool.load(reads, deadline_s=left_s, turn=Turn(request, left * row_bytes))
+
+        moving = Moving(
+            transfer.job_id,
+            list(chunks),
+            blocks,
+            lambda keys: keys,
+            begin,
+            is_load=True,
+            clock=self._clock,
+        )
+        self._moving[moving.number] = moving
+        if moving.begin_part():
+            self._hand_over(moving)
+        return moving
 
     def store(
         self,
@@ -88,26 +109,52 @@ class TierJobs:
         transfer: TransferJob,
         blocks: RequestBlocks,
         partial: Collection[OffloadKey] = (),
-    ) -> bool:
-        """Begin to store, parents before their children; vLLM hands the chunks over as a set.
+    ) -> None:
+        """Have it stored, parents before their children; vLLM hands the chunks over as a set.
 
-        Those in `partial` are left out; False, and nothing is begun, where no other is there.
+        Those in `partial` are left out.
         """
-        rows = dict(zip(transfer.keys, self._region.rows(transfer.chunk_ids), strict=True))
-        keys = blocks.in_order((key for key in rows if key not in partial), transfer.req_context)
-        if not keys:
-            return False
-        job = pool.store(list(self._writes(keys, rows, blocks, transfer.req_context)))
-        self._moving[transfer.job_id] = _Moving(keys, blocks, job, is_load=False)
-        return True
+        blocks.learn(transfer.req_context)
+        left_out = frozenset(partial)
+        chunks = dict(zip(transfer.keys, transfer.chunk_ids.tolist(), strict=True))
 
-    def tokens(self, keys: Sequence[OffloadKey]) -> int:
+        def order(keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+            return blocks.in_order(key for key in keys if key not in left_out)
+
+        def begin(part: Sequence[OffloadKey], left: int) -> Job:  # noqa: ARG001 (stores have no order)
+            rows = self._region.rows(chunks[key] for key in part)
+            return pool.store(
+                [self._write(key, row, blocks) for key, row in zip(part, rows, strict=True)]
+            )
+
+        moving = Moving(
+            transfer.job_id, list(chunks), blocks, order, begin, is_load=False, clock=self._clock
+        )
+        self._moving[moving.number] = moving
+        self._hand_over(moving)
+
+    def touch(self, pool: Tier, keys: Collection[OffloadKey], blocks: RequestBlocks) -> None:
+        """Pass uses on; lost where there are very many."""
+        used = list(keys)
+        found: list[BlockKey] = []
+
+        def step() -> bool:
+            part = used[len(found) : len(found) + PART_CHUNKS]
+            found.extend(map(blocks.key, part))
+            is_more = len(found) < len(used)
+            if not is_more:
+                pool.touch(found)
+            return is_more
+
+        self._handover.offer(step)
+
+    def tokens(self, keys: Collection[OffloadKey]) -> int:
         """How many tokens of the prompt these chunks are, in the group that has the most of them."""
-        found: dict[int, int] = {}
-        for key in keys:
-            group = get_offload_group_idx(key)
-            found[group] = found.get(group, 0) + self._block_tokens[group]
-        return max(found.values(), default=0)
+        tokens = self._block_tokens
+        if len(tokens) == 1:
+            return len(keys) * next(iter(tokens.values()))
+        found = Counter(map(get_offload_group_idx, keys))
+        return max((count * tokens[group] for group, count in found.items()), default=0)
 
     def refuse(
         self,
@@ -119,76 +166,82 @@ class TierJobs:
         """A job that was not begun; its request, if given, looks for nothing of it again."""
         if blocks is not None:
             blocks.lost.update(transfer.keys)
-        self._refused.append(Ended(JobResult(transfer.job_id, success=not is_failure), ()))
+        self._refused.append(Ended(JobResult(transfer.job_id, success=not is_failure)))
 
     def ended(self) -> list[Ended]:
         """What has ended since the last call."""
         found, self._refused = self._refused, []
         for number, moving in list(self._moving.items()):
-            job = moving.job
-            if job.is_settled:
+            if moving.is_settled:
                 del self._moving[number]
-                found.append(self._end(number, moving))
-            elif moving.is_load and job.is_decided:
+                found.append(self._end(moving))
+            elif moving.is_load and not moving.is_late_noted and moving.is_decided:
                 self._note_late(moving)
         return found
 
     def cancel(self) -> None:
         """Give up what has not begun."""
         for moving in self._moving.values():
-            moving.job.cancel()
+            moving.cancel()
 
     def quiesce(self, timeout_s: float) -> bool:
         """Wait until no row is in use, or time is up; whether none is."""
         give_up_at_s = self._clock.monotonic_s() + timeout_s
-        return all(
-            moving.job.wait_settled(max(give_up_at_s - self._clock.monotonic_s(), 0.0))
-            for moving in list(self._moving.values())
-        )
+
+        def left_s() -> float:
+            return max(give_up_at_s - self._clock.monotonic_s(), 0.0)
+
+        return all(moving.wait_settled(left_s) for moving in list(self._moving.values()))
+
+    def close(self, timeout_s: float) -> None:
+        """Begin what was submitted, within a time; what is left then is given up, and later jobs too."""
+        if not self._handover.close(timeout_s):
+            self.cancel()
 
     # below
 
-    def _writes(
-        self,
-        keys: Sequence[OffloadKey],
-        rows: Mapping[OffloadKey, memoryview],
-        blocks: RequestBlocks,
-        context: ReqContext,
-    ) -> Iterator[Write]:
-        for key in keys:
-            group = get_offload_group_idx(key)
-            parent = blocks.parent(key, context) if group in self._chained else blocks.root
-            yield Write(blocks.key(key), parent, rows[key], self._block_tokens[group])
+    def _hand_over(self, moving: Moving) -> None:
+        if not self._handover.put(moving.begin_part):
+            moving.cancel()
 
-    def _end(self, number: int, moving: _Moving) -> Ended:
-        job = moving.job
-        pairs = zip(moving.keys, job.outcomes, strict=True)
-        done = [key for key, outcome in pairs if outcome is Outcome.DONE]
-        is_whole = len(done) == len(moving.keys)
-        if moving.is_load:
+    def _write(self, key: OffloadKey, row: memoryview, blocks: RequestBlocks) -> Write:
+        group = get_offload_group_idx(key)
+        parent = blocks.parent(key) if group in self._chained else blocks.root
+        return Write(blocks.key(key), parent, row, self._block_tokens[group])
+
+    def _end(self, moving: Moving) -> Ended:
+        is_whole = moving.is_whole
+        done = [] if is_whole and moving.is_load else moving.done
+        if moving.is_late_noted:
             self.late_keys.difference_update(moving.keys)
-            if not is_whole:
-                _note_lost(moving)
-        finished_s = job.started_s if job.finished_s is None else job.finished_s
+        if moving.is_load and not is_whole:
+            _note_lost(moving)
+        finished_s = moving.started_s if moving.finished_s is None else moving.finished_s
         result = JobResult(
-            number,
+            moving.number,
             success=is_whole,
             successful_keys=tuple(done) if moving.is_load and done and not is_whole else None,
-            transfer_time=finished_s - job.started_s,
-            transfer_bytes=job.bytes_done,
+            transfer_time=finished_s - moving.started_s,
+            transfer_bytes=moving.bytes_done,
         )
-        return Ended(result, () if moving.is_load else done)
+        method = "submit_load" if moving.is_load else "submit_store"
+        return Ended(
+            result,
+            stored=() if moving.is_load else done,
+            broken=method if moving.is_broken else "",
+        )
 
-    def _note_late(self, moving: _Moving) -> None:
-        if Outcome.LATE in moving.job.outcomes:
+    def _note_late(self, moving: Moving) -> None:
+        if Outcome.LATE in moving.outcomes:
+            moving.is_late_noted = True
             self.late_keys.update(_note_lost(moving))
         # otherwise all is there, and the last thread lets go in a moment
 
 
-def _note_lost(moving: _Moving) -> list[OffloadKey]:
+def _note_lost(moving: Moving) -> list[OffloadKey]:
     """The request computes what did not come, and asks no more if the storage was late."""
     lost: list[OffloadKey] = []
-    for key, outcome in zip(moving.keys, moving.job.outcomes, strict=True):
+    for key, outcome in moving.results:
         if outcome is not Outcome.DONE:
             lost.append(key)
             moving.blocks.is_given_up |= outcome is Outcome.LATE

@@ -11,8 +11,8 @@ Used by the scheduler's thread alone; every call takes microseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, Protocol
 
 from kvdepot.clock import Clock
 from kvdepot.loads import FAULTS, reason_of, worst_of
@@ -22,9 +22,9 @@ from kvdepot.policy.deadline import slack_of
 from kvdepot.policy.decide import Ask, Mode, Run
 from kvdepot.policy.policies import LoadTicket, Policies
 from kvdepot.policy.reasons import Reason
-from kvdepot.tiers import Job, Outcome, Tier
+from kvdepot.tiers import Outcome, Tier
 
-__all__ = ["Patience", "Wait"]
+__all__ = ["Decided", "Patience", "Wait"]
 
 #: requests whose scheduling is remembered; one that never stores anything is forgotten by and by
 _REQUESTS_MAX = 4096
@@ -38,6 +38,26 @@ class Wait(NamedTuple):
     #: None: it is not made, and the request computes
     deadline_s: float | None
     is_probe: bool
+
+
+class Decided(Protocol):
+    """What is learned of a load."""
+
+    @property
+    def is_decided(self) -> bool:
+        """It is known what became of it."""
+
+    @property
+    def outcomes(self) -> Collection[Outcome]:
+        """What became of its chunks."""
+
+    @property
+    def bytes_done(self) -> int:
+        """Payload bytes that came."""
+
+    @property
+    def finished_s(self) -> float | None:
+        """When it was decided, by the clock."""
 
 
 class Patience:
@@ -64,7 +84,7 @@ class Patience:
         self._probing: str | None = None
         self._costs = CostKeeper(self.policies, clock)
         self._has_recalled = False
-        self._open: list[tuple[LoadTicket, Job]] = []
+        self._open: list[tuple[LoadTicket, Decided]] = []
 
     def may_ask(self, request: str) -> bool:
         """Whether a request may look into the pool: not while the storage is left alone."""
@@ -122,7 +142,7 @@ class Patience:
         wait_s = slack_s if is_probe else max(slack_s, min(_DOUBT * expected_s, computing_s))
         return Wait(min(wait_s, unknown_s), is_probe)
 
-    def began(self, job: Job, length_bytes: int, *, is_probe: bool) -> None:
+    def began(self, job: Decided, length_bytes: int, *, is_probe: bool) -> None:
         """A load was made."""
         now_s = self._clock.monotonic_s()
         ticket = self.policies.load_began(length_bytes, now_s, is_probe=is_probe)

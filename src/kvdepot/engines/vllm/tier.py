@@ -31,13 +31,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvdepot.clock import SystemClock
+from kvdepot.clock import SystemClock, TimeLeft
 from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.engines.vllm.calls import CallTimes, fenced, timed
+from kvdepot.engines.vllm.events import StoredEvents
 from kvdepot.engines.vllm.facts import WorkerFacts, current_engine
 from kvdepot.engines.vllm.host_region import HostRegion
 from kvdepot.engines.vllm.identify import files_of, group_kinds, identity_of
 from kvdepot.engines.vllm.jobs import TierJobs
+from kvdepot.engines.vllm.moving import Moving
 from kvdepot.engines.vllm.opening import PoolOpening
 from kvdepot.engines.vllm.patience import Patience
 from kvdepot.engines.vllm.resets import Resets
@@ -48,7 +50,7 @@ from kvdepot.errors import IdentityUnknown, UnsupportedModel
 from kvdepot.identity import Identity
 from kvdepot.metrics import Counters
 from kvdepot.pool.tier import PoolTier
-from kvdepot.tiers import Job, Tier
+from kvdepot.tiers import Tier
 from kvdepot.units import format_bytes
 
 __all__ = ["KvdepotTier"]
@@ -56,6 +58,8 @@ __all__ = ["KvdepotTier"]
 log = logging.getLogger(__name__)
 
 _DRAIN_LOG_S = 10.0
+#: what closing a pool with nothing on its way needs
+_CLOSE_S = 0.1
 #: kinds of groups whose chunks can be kept and given back
 _KINDS = frozenset({"full", "window"})
 
@@ -96,7 +100,12 @@ class KvdepotTier(SecondaryTierManager):
         self.engine = current_engine()
         self.stats = TierStats(self.counters, self.times, self._clock, tier_type)
         self._generation = 0
-        self._events: list[OffloadingEvent] | None = self._event_list()
+        self._events = StoredEvents(
+            offloading_spec.kv_events_config,
+            is_wanted=self.settings.enable_kv_events,
+            locality=self.locality,
+            owner=tier_type,
+        )
         #: what a request's connector knows of it, by its id: extras of its keys, or None
         self.request_extras: dict[str, bytes | None] = {}
         #: chunks of its that vLLM copied in part: what else is in their rows is somebody else's
@@ -242,7 +251,7 @@ class KvdepotTier(SecondaryTierManager):
 
     @timed
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Begin to read chunks into their rows, all in one load."""
+        """Begin to read chunks into their rows: the first ones at once, the others in a moment."""
         blocks, pool = self._blocks(job_metadata.req_context), self.pool
         try:
             if pool is not None and blocks.is_cacheable and self._load(pool, job_metadata, blocks):
@@ -254,7 +263,7 @@ class KvdepotTier(SecondaryTierManager):
 
     @timed
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Begin to write chunks from their rows, behind the engine."""
+        """Have chunks written from their rows, behind the engine."""
         blocks, pool = self._blocks(job_metadata.req_context), self.pool
         try:
             if not blocks.is_cacheable:
@@ -262,10 +271,9 @@ class KvdepotTier(SecondaryTierManager):
                 return
             if pool is not None:
                 request = job_metadata.req_context.req_id
-                self.patience.computed(request, self.jobs.tokens(list(job_metadata.keys)))
+                self.patience.computed(request, self.jobs.tokens(job_metadata.keys))
                 left_out = self.partial_keys.get(request, ())
-                if not self.jobs.store(pool, job_metadata, blocks, left_out):
-                    self.jobs.refuse(job_metadata, is_failure=False)
+                self.jobs.store(pool, job_metadata, blocks, left_out)
                 return
         except Exception:
             log.exception("a store of %d chunks failed", len(job_metadata.keys))
@@ -277,8 +285,10 @@ class KvdepotTier(SecondaryTierManager):
         """Jobs whose rows are free again."""
         self._learn()
         ended = self.jobs.ended()
-        if self._events is not None:
-            self._events += [self._stored_event(job.stored) for job in ended if job.stored]
+        for job in ended:
+            self._events.stored(job.stored)
+            if job.broken:
+                self._count_error(job.broken)
         return [job.result for job in ended]
 
     @timed
@@ -288,7 +298,7 @@ class KvdepotTier(SecondaryTierManager):
         pool = self.pool
         blocks = self._blocks(req_context)
         if pool is not None and blocks.is_cacheable:
-            pool.touch([blocks.key(key) for key in keys])
+            self.jobs.touch(pool, keys, blocks)
 
     @timed
     @fenced(lambda: None)
@@ -307,9 +317,7 @@ class KvdepotTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Chunks stored since the last call, if events are wanted."""
-        if self._events:
-            events, self._events = self._events, []
-            yield from events
+        return self._events.take()
 
     def drain_jobs(self) -> None:
         """Wait until no byte of the host region is in use by a job; each job's result is there then.
@@ -323,8 +331,10 @@ class KvdepotTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Publish what was stored and let go of the host region, within `close_s` and a little."""
+        time_left = TimeLeft(self.settings.close_s)
+        self.jobs.close(time_left())
         if self._opening is not None:
-            self._opening.close(self.settings.close_s)
+            self._opening.close(time_left(at_least_s=_CLOSE_S))
         self.region.close(is_in_use=not self.jobs.quiesce(0.0))
 
     @classmethod
@@ -342,23 +352,6 @@ class KvdepotTier(SecondaryTierManager):
         return self.stats.take(self.pool, len(self.jobs), len(self.jobs.late_keys))
 
     # below
-
-    def _event_list(self) -> list[OffloadingEvent] | None:
-        if not self.settings.enable_kv_events:
-            return None
-        if self._offloading_spec.kv_events_config.enable_kv_cache_events:
-            return []
-        log.warning("enable_kv_events is set, but vLLM's KV cache events are off")
-        return None
-
-    def _stored_event(self, keys: Sequence[OffloadKey]) -> OffloadingEvent:
-        return OffloadingEvent(
-            keys=list(keys),
-            medium=Medium.STORAGE,
-            removed=False,
-            locality=self.locality,
-            ownership=self.tier_type,
-        )
 
     def _blocks(self, context: ReqContext) -> RequestBlocks:
         blocks = context.get_state(RequestBlocks)
@@ -380,10 +373,10 @@ class KvdepotTier(SecondaryTierManager):
 
     def _load(self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks) -> bool:
         """Begin a load if it is worth it; False when the request is to compute."""
-        keys = list(transfer.keys)
-        size = len(keys) * self.region.row_bytes
-        tokens = self.jobs.tokens(keys)
-        wait = self.patience.wait_for(transfer.req_context.req_id, len(keys), tokens, size)
+        chunks = len(transfer.keys)
+        size = chunks * self.region.row_bytes
+        tokens = self.jobs.tokens(transfer.keys)
+        wait = self.patience.wait_for(transfer.req_context.req_id, chunks, tokens, size)
         if wait.deadline_s is None:
             return False
         job = self.jobs.load(pool, transfer, blocks, wait.deadline_s)
@@ -391,7 +384,7 @@ class KvdepotTier(SecondaryTierManager):
         return True
 
     @fenced(lambda: None)
-    def _began(self, job: Job, size: int, *, is_probe: bool) -> None:
+    def _began(self, job: Moving, size: int, *, is_probe: bool) -> None:
         # a failure here must not refuse a load that has begun: it would end twice
         self.patience.began(job, size, is_probe=is_probe)
 
