@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.policy.host_buffer import HostAdmission, HostAdvice, RoomMode
+from kvdepot.policy.host_buffer import Claim, HostAdmission, HostAdvice, RoomMode
 
 GIB = 1 << 30
 
@@ -55,6 +55,30 @@ def test_computing_is_chosen_when_nothing_fits_for_long():
     host = HostAdmission(100)
     host.take(100, until_s=100.0)
     assert host.choose(0.0, 50, 1, total_of(20.0, 1.0, 50), slack_s=1.6).mode is RoomMode.COMPUTE
+
+
+def test_who_came_earlier_goes_first_and_counts_as_holding_room():
+    host = HostAdmission(100)
+    host.take(60, until_s=1.0)
+    total = total_of(20.0, 1.0, 30)
+    assert host.choose(0.0, 30, 1, total, slack_s=1.6).mode is RoomMode.NOW
+    earlier = Claim(90, until_s=3.0)
+    choice = host.choose(0.0, 30, 1, total, slack_s=1.6, claims=[earlier])
+    assert (choice.mode, choice.wait_s) == (RoomMode.WAIT, 3.0)
+    quick = total_of(2.0, 1.0, 30)
+    choice = host.choose(0.0, 30, 1, quick, slack_s=0.1, claims=[earlier])
+    assert choice.mode is RoomMode.COMPUTE, "no part of what the earlier one waits for"
+
+
+def test_who_has_waited_for_long_enough_waits_no_more():
+    host = HostAdmission(100)
+    host.take(80, until_s=10.5)
+    total = total_of(20.0, 1.0, 50)
+    choice = host.choose(10.0, 50, 1, total, slack_s=1.6, may_wait=False)
+    assert (choice.mode, choice.blocks) == (RoomMode.NOW, 20)
+    host.take(20, until_s=10.5)
+    choice = host.choose(10.0, 50, 1, total, slack_s=1.6, may_wait=False)
+    assert choice.mode is RoomMode.COMPUTE
 
 
 def test_a_restore_larger_than_the_buffer_uses_what_fits():

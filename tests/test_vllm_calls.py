@@ -18,7 +18,8 @@ import tests.needs_vllm  # noqa: F401  # isort: skip
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from tests.vllm_rig import Ask, TierRig
+from kvdepot.engines.vllm.missing import GroupChunks, missing_ends
+from tests.vllm_rig import CHUNK_TOKENS, Ask, TierRig
 
 pytestmark = pytest.mark.vllm
 
@@ -78,6 +79,16 @@ def test_no_call_for_a_thousand_chunks_takes_a_millisecond(tmp_path, io):
             rows = np.arange(CHUNKS, dtype=np.int32)
             return TransferJob(next(numbers), keys, rows, is_load, ask.context)
 
+        def in_pool(ask):
+            groups = [GroupChunks(CHUNK_TOKENS, ask.keys)]
+
+            def is_absent(key):
+                return rig.primary.lookup(key, ask.context) is LookupResult.MISS
+
+            return len(
+                missing_ends(groups, 0, is_absent, lambda keys: tier.held(keys, ask.context))
+            )
+
         for number in range(TRIES):
             watch.next_try()
             ask = Ask(f"prompt {number}", CHUNKS)
@@ -90,6 +101,8 @@ def test_no_call_for_a_thousand_chunks_takes_a_millisecond(tmp_path, io):
             assert tier.pool.drain(60)
             again = Ask(f"prompt {number}", CHUNKS)
             watch("touch", tier.touch, again.keys, again.context)
+            again = Ask(f"prompt {number}", CHUNKS)
+            assert watch("room", in_pool, again) == CHUNKS
             again = Ask(f"prompt {number}", CHUNKS)
             for key in again.keys:
                 assert watch("lookup", tier.lookup, key, again.context) is LookupResult.HIT

@@ -115,6 +115,18 @@ def test_errors_keep_requests_from_asking_until_a_probe_has_come():
     assert desk.patience.may_ask("other")
 
 
+def test_room_is_compared_by_what_is_known_and_by_the_settings_before():
+    desk = Desk()
+    patience = desk.patience
+    assert patience.load_s(SIZE) == pytest.approx(SIZE / 100e6)
+    assert patience.compute_s(1000, 0, SIZE) == pytest.approx(2.0 + SIZE / 100e6)
+    for number in range(4):
+        desk.compute(f"c{number}", 1000, 10.0)
+        desk.load(f"l{number}", 0.05)
+    assert patience.load_s(SIZE) == pytest.approx(0.05, rel=0.2)
+    assert patience.compute_s(2000, 0, SIZE) == pytest.approx(20.0, rel=0.1)
+
+
 # --- in vLLM's own managers
 
 

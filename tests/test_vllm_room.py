@@ -1,7 +1,11 @@
-"""Who may bring how much into the host tier, and what tells two requests of equal tokens apart."""
+"""Who may bring how much into the host tier, and what tells two requests of equal tokens apart.
+
+Of kvdepot.engines.vllm.room, .missing and .extras.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from types import SimpleNamespace
 
@@ -9,8 +13,12 @@ import pytest
 
 import tests.needs_vllm  # noqa: F401  # isort: skip
 
+from vllm.v1.kv_offload.base import make_offload_key
+
 from kvdepot.clock import SystemClock
+from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.engines.vllm.extras import AdapterDigests, has_known_images, has_steady_keys
+from kvdepot.engines.vllm.missing import GroupChunks, missing_ends
 from kvdepot.engines.vllm.room import HostRoom, Turn
 from kvdepot.testing.simclock import FakeClock
 
@@ -19,16 +27,34 @@ pytestmark = pytest.mark.vllm
 NOW, WAIT = Turn.NOW, Turn.WAIT
 
 
+class Costs:
+    """So many seconds for one row, of 16 tokens."""
+
+    def __init__(self, load_row_s, compute_row_s):
+        self.load_row_s = load_row_s
+        self.compute_row_s = compute_row_s
+
+    def load_s(self, length_bytes):
+        return length_bytes / 1000 * self.load_row_s
+
+    def compute_s(self, tokens, position, length_bytes):
+        assert position >= 0 < length_bytes
+        return tokens / 16 * self.compute_row_s
+
+
 class Host:
-    def __init__(self, rows, patience_s=10.0):
+    """A host tier whose loads are a hundred times quicker than computing."""
+
+    def __init__(self, rows, load_row_s=0.1, compute_row_s=10.0):
         self.clock = FakeClock()
         self.pinned = 0
         self.asked = 0
+        self.costs = Costs(load_row_s, compute_row_s)
         self.room = HostRoom(
             rows,
             1000,
             rows_pinned=lambda: self.pinned,
-            patience_s=lambda length: patience_s,
+            costs=self.costs,
             clock=self.clock,
         )
 
@@ -37,7 +63,7 @@ class Host:
             self.asked += 1
             return [start + 16 * (number + 1) for number in range(chunks)]
 
-        return self.room.ask(name, start, missing)
+        return self.room.ask(name, start, start + 16 * chunks, missing)
 
 
 def test_what_fits_goes_on_at_once_and_keeps_its_room():
@@ -55,6 +81,22 @@ def test_a_second_one_waits_for_all_that_it_needs():
     assert host.room.waits == 1
     host.room.give_back("a")
     assert host.ask("b", 5) == (NOW, None)
+
+
+def test_a_request_that_waits_is_looked_through_again_only_when_room_was_given_back():
+    host = Host(10)
+    host.ask("a", 6)
+    host.ask("b", 2)
+    host.ask("c", 5)
+    host.asked = 0
+    for _ in range(5):
+        assert host.ask("c", 5) == (WAIT, None)
+    assert host.asked == 0
+    host.room.give_back("b")
+    assert host.ask("c", 5) == (WAIT, None)
+    assert host.asked == 1
+    assert host.ask("c", 4, start=16) == (NOW, None), "a part of it is on the device by now"
+    assert host.asked == 2
 
 
 def test_a_request_with_nothing_to_bring_in_never_waits():
@@ -76,6 +118,28 @@ def test_the_first_to_come_is_the_first_to_go():
     assert host.ask("c", 4) == (NOW, None)
 
 
+def test_a_request_that_computes_sooner_than_its_turn_comes_computes():
+    host = Host(10, load_row_s=1.0, compute_row_s=3.0)
+    host.ask("a", 10)
+    assert host.ask("b", 10) == (WAIT, None), "10 s of waiting and 10 s of reading against 30 s"
+    assert host.ask("c", 2) == (NOW, 0), "20 s of waiting against 6 s"
+    assert host.room.short_tokens == 32
+
+
+def test_the_part_that_fits_is_brought_in_where_waiting_takes_longer():
+    host = Host(10, load_row_s=100.0)
+    host.ask("a", 6)
+    host.costs.load_row_s = 0.1
+    assert host.ask("b", 5) == (NOW, 4 * 16), "600 s of waiting against 10 s for the last chunk"
+
+
+def test_a_request_that_computes_quickly_neither_waits_nor_takes_room():
+    host = Host(10, compute_row_s=0.01)
+    host.ask("a", 6)
+    assert host.ask("b", 5, start=48) == (NOW, 48)
+    assert (host.room.short_requests, host.room.short_tokens, host.room.waits) == (1, 80, 0)
+
+
 def test_a_request_larger_than_the_host_tier_brings_in_what_fits():
     host = Host(10)
     assert host.ask("a", 25, start=32) == (NOW, 32 + 10 * 16)
@@ -83,11 +147,21 @@ def test_a_request_larger_than_the_host_tier_brings_in_what_fits():
     assert (host.room.short_requests, host.room.short_tokens, host.room.waits) == (1, 240, 0)
 
 
+def test_a_request_larger_than_the_host_tier_waits_for_all_of_it():
+    host = Host(10)
+    host.ask("a", 6)
+    assert host.ask("b", 25) == (WAIT, None)
+    host.room.give_back("a")
+    assert host.ask("b", 25) == (NOW, 10 * 16)
+
+
 def test_patience_ends_and_the_request_goes_on_with_what_there_is():
-    host = Host(10, patience_s=5.0)
+    host = Host(10)
     host.ask("a", 6)
     assert host.ask("b", 8) == (WAIT, None)
-    host.clock.advance(6)
+    host.clock.advance(1.0)
+    assert host.ask("b", 8) == (WAIT, None), "it may be late by a little"
+    host.clock.advance(10.0)
     assert host.ask("b", 8) == (NOW, 4 * 16)
     host.room.give_back("a")
     host.room.give_back("b")
@@ -95,10 +169,10 @@ def test_patience_ends_and_the_request_goes_on_with_what_there_is():
 
 
 def test_patience_ends_with_no_room_at_all_and_the_request_computes():
-    host = Host(10, patience_s=5.0)
+    host = Host(10)
     host.ask("a", 10)
-    host.ask("b", 8, start=48)
-    host.clock.advance(6)
+    assert host.ask("b", 8, start=48) == (WAIT, None)
+    host.clock.advance(20)
     assert host.ask("b", 8, start=48) == (NOW, 48)
 
 
@@ -112,7 +186,7 @@ def test_rows_that_stores_hold_are_no_room_until_they_are_written():
 
 def test_chunks_of_several_groups_that_end_together_come_in_together():
     host = Host(3)
-    assert host.room.ask("a", 0, lambda: [16, 16, 32, 32]) == (NOW, 16)
+    assert host.room.ask("a", 0, 32, lambda: [32, 16, 32, 16]) == (NOW, 16)
 
 
 def test_a_request_that_ends_while_it_waits_keeps_nobody():
@@ -123,6 +197,57 @@ def test_a_request_that_ends_while_it_waits_keeps_nobody():
     host.room.give_back("a")
     host.room.give_back("a")
     assert host.ask("c", 10) == (NOW, None)
+
+
+# --- which chunks those are
+
+
+def groups_of(*counts):
+    return [
+        GroupChunks(16, [make_offload_key(bytes([n]) * 32, group) for n in range(count)])
+        for group, count in enumerate(counts)
+    ]
+
+
+def test_chunks_that_are_in_the_pool_and_not_in_the_host_tier_are_missing():
+    (group, other) = groups = groups_of(8, 4)
+    here = {group.keys[2], group.keys[5]}
+    asked = []
+
+    def held(keys):
+        asked.append(len(keys))
+        return 3
+
+    ends = missing_ends(groups, 20, lambda key: key not in here, held)
+    assert ends == [32, 64, 80, 32, 48, 64]
+    assert asked == [5, 3], "one question for each group"
+    assert missing_ends(groups, 200, lambda key: True, held) == []
+    assert other.keys[0] != group.keys[0]
+
+
+def test_a_prefix_of_thousands_is_found_with_a_few_lookups_and_ends_at_what_was_lost():
+    keys = [
+        make_offload_key(hashlib.sha256(bytes([n % 256, n // 256])).digest(), 0)
+        for n in range(3000)
+    ]
+    blocks = RequestBlocks(b"i" * 32, b"")
+    held = {blocks.key(key) for key in keys[:1234]}
+    asked = []
+
+    def lookup(wanted):
+        asked.append(len(wanted))
+        return next((n for n, key in enumerate(wanted) if key not in held), len(wanted))
+
+    assert blocks.prefix(keys, lookup, is_chained=True) == 1234
+    assert len(asked) < 15
+    assert blocks.prefix(keys[:1234], lookup, is_chained=True) == 1234
+    assert blocks.prefix([], lookup, is_chained=True) == 0
+    assert blocks.prefix(keys[1234:], lookup, is_chained=True) == 0
+    asked.clear()
+    assert blocks.prefix(keys, lookup, is_chained=False) == 1234
+    assert asked == [3000]
+    blocks.lost.add(keys[77])
+    assert blocks.prefix(keys, lookup, is_chained=True) == 77
 
 
 # --- what a request's hashes do not tell

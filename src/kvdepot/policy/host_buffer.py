@@ -12,12 +12,13 @@ Pure; time comes from outside. Thread-safe.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["HostAdmission", "HostAdvice", "RoomChoice", "RoomMode"]
+__all__ = ["Claim", "HostAdmission", "HostAdvice", "RoomChoice", "RoomMode"]
 
 #: shortfalls that are remembered for the advice; the oldest are forgotten
 _SHORTFALLS_MAX = 4096
@@ -43,6 +44,14 @@ class RoomChoice(NamedTuple):
     #: seconds that the wait is expected to take, and after which it is no longer worth it
     wait_s: float
     patience_s: float
+
+
+class Claim(NamedTuple):
+    """Room that no restore in flight holds, and that is spoken for all the same."""
+
+    length_bytes: int
+    #: when it is expected to be free
+    until_s: float
 
 
 class HostAdvice(NamedTuple):
@@ -121,6 +130,8 @@ class HostAdmission:
         total_s: Callable[[int], float],
         *,
         slack_s: float,
+        claims: Sequence[Claim] = (),
+        may_wait: bool = True,
     ) -> RoomChoice:
         """What to do with a restore of so many blocks.
 
@@ -131,14 +142,19 @@ class HostAdmission:
             total_s: seconds to the end of the prompt when so many leading blocks are restored and the
                 rest is computed; ``total_s(0)`` computes everything.
             slack_s: how much longer than computing a request may take.
+            claims: what goes before this restore: room that others wait for since longer, or that
+                something else than a restore holds.
+            may_wait: False for one that has waited for as long as it was worth.
         """
         with self._lock:
-            free = self._capacity - self._in_use
+            free = self._free(claims)
             fits = min(max(free, 0) // max(block_bytes, 1), blocks)
             if fits == blocks:
                 return RoomChoice(RoomMode.NOW, blocks, 0.0, 0.0)
             compute_s = total_s(0)
-            wait_s = self._wait_s(now_s, blocks * block_bytes)
+            wait_s = math.inf
+            if may_wait:
+                wait_s = self._wait_s(now_s, blocks * block_bytes, claims)
             part_s = total_s(fits) if fits else compute_s
             whole_s = wait_s + total_s(blocks)
             if whole_s < min(part_s, compute_s):
@@ -171,16 +187,14 @@ class HostAdmission:
                 break
         return HostAdvice(needed if total else 0, served, requests)
 
-    def _wait_s(self, now_s: float, length_bytes: int) -> float:
-        """Until so much is free, if those in flight end when they are expected to."""
-        if length_bytes > self._capacity:
-            return float("inf")
-        free = self._capacity - self._in_use
-        for held, until_s in sorted(self._held.values(), key=lambda each: each[1]):
-            if free >= length_bytes:
-                break
+    def _free(self, claims: Sequence[Claim]) -> int:
+        return self._capacity - self._in_use - sum(claim.length_bytes for claim in claims)
+
+    def _wait_s(self, now_s: float, length_bytes: int, claims: Sequence[Claim]) -> float:
+        """Until so much is free, if those who have room give it back when they are expected to."""
+        free = self._free(claims)
+        for held, until_s in sorted((*self._held.values(), *claims), key=lambda each: each[1]):
             free += held
-            last_s = until_s
             if free >= length_bytes:
-                return max(last_s - now_s, 0.0)
-        return 0.0 if free >= length_bytes else float("inf")
+                return max(until_s - now_s, 0.0)
+        return math.inf

@@ -7,6 +7,7 @@ costs a small one.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -99,6 +100,32 @@ class RequestBlocks:
             self._verdicts.update(dict.fromkeys(ahead[found : found + 1], False))
             verdict = found > 0
         return verdict and offload_key not in self.lost
+
+    def prefix(
+        self,
+        offload_keys: Sequence[OffloadKey],
+        lookup: Callable[[Sequence[BlockKey]], int],
+        *,
+        is_chained: bool,
+    ) -> int:
+        """How many chunks of a group, from the first on, the pool has; a few lookups for thousands.
+
+        Args:
+            offload_keys: the chunks, in order.
+            lookup: the pool's.
+            is_chained: each chunk is the next one's parent, so that it is there if the next one is.
+        """
+        lost = self.lost
+        end = len(offload_keys)
+        if lost:
+            end = next((n for n, key in enumerate(offload_keys) if key in lost), end)
+        if not is_chained:
+            return lookup([self.key(key) for key in offload_keys[:end]])
+
+        def is_absent(place: int) -> int:
+            return 1 - lookup([self.key(offload_keys[place])])
+
+        return bisect_left(range(end), 1, key=is_absent)
 
     def is_first(self, offload_key: OffloadKey) -> bool:
         """Whether it is the first chunk of the request, as far as is known."""

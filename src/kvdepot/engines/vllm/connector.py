@@ -38,6 +38,7 @@ from kvdepot.engines.vllm.extras import (
     has_steady_keys,
 )
 from kvdepot.engines.vllm.facts import Engine, WorkerFacts, engine_is, gather_facts
+from kvdepot.engines.vllm.missing import GroupChunks, missing_ends
 from kvdepot.engines.vllm.partial import partial_chunks
 from kvdepot.engines.vllm.room import HostRoom, Turn
 from kvdepot.engines.vllm.tier import KvdepotTier
@@ -205,7 +206,7 @@ class KvdepotConnector(OffloadingConnector):
             region.length_bytes // region.row_bytes,
             region.row_bytes,
             rows_pinned=lambda: sum(tier.jobs.rows_storing for tier in self.tiers),
-            patience_s=tier.deadline_s,
+            costs=tier.patience,
             clock=self._clock,
         )
 
@@ -230,9 +231,12 @@ class KvdepotConnector(OffloadingConnector):
             return Turn.NOW, None
         status = self.scheduler._req_status[request.request_id]
         status.update_offload_keys()
-        late = self._first_late(status, start_token)
+        late = self._first_late(status)
         turn, end_token = self._room.ask(
-            request.request_id, start_token, lambda: self._missing(status, start_token)
+            request.request_id,
+            start_token,
+            request.num_tokens,
+            lambda: self._missing(status, start_token),
         )
         ends = [end for end in (late, end_token) if end is not None]
         return turn, min(ends, default=None)
@@ -247,29 +251,29 @@ class KvdepotConnector(OffloadingConnector):
                     "host_short_tokens_total": self._room.short_tokens,
                 }
 
-    def _first_late(self, status: Any, start_token: int) -> int | None:
+    def _first_late(self, status: Any) -> int | None:
         """Where the first chunk begins that a late load still holds; the rest is computed."""
         late = set().union(*(tier.jobs.late_keys for tier in self.tiers))
         if not late:
             return None
-        begins = [end - tokens for key, end, tokens in _chunks(status, start_token) if key in late]
-        return min(begins, default=None)
+        firsts = [
+            next((n * tokens for n, key in enumerate(keys) if key in late), None)
+            for tokens, keys in _groups(status)
+        ]
+        return min((first for first in firsts if first is not None), default=None)
 
     def _missing(self, status: Any, start_token: int) -> list[int]:
         """Where the chunks end that the request would bring in from a pool."""
         context = status.req_context
         primary = self.scheduler.manager.primary_tier
-        ends: list[int] = []
-        stopped: set[int] = set()
-        for key, end, _ in _chunks(status, start_token):
-            group = key[-4:]
-            if group in stopped or primary.lookup(key, context) is not LookupResult.MISS:
-                continue
-            if any(tier.lookup(key, context) is LookupResult.HIT for tier in self.tiers):
-                ends.append(end)
-            else:
-                stopped.add(group)
-        return ends
+
+        def is_absent(key: Any) -> bool:
+            return primary.lookup(key, context) is LookupResult.MISS
+
+        def held(keys: Any) -> int:
+            return max(tier.held(keys, context) for tier in self.tiers)
+
+        return missing_ends(_groups(status), start_token, is_absent, held)
 
     def _note_partial(self, meta: OffloadingConnectorMetadata) -> None:
         """Tell the tiers of chunks that vLLM copies in part, as their other blocks are gone already."""
@@ -295,14 +299,10 @@ class KvdepotConnector(OffloadingConnector):
             self._room.give_back(request_id)
 
 
-def _chunks(status: Any, start_token: int) -> list[tuple[Any, int, int]]:
-    """A request's full chunks behind a token: (key, last token, tokens), group by group."""
-    return [
-        (key, (number + 1) * config.tokens_per_chunk, config.tokens_per_chunk)
-        for config, state in zip(status.config.kv_group_configs, status.group_states, strict=True)
-        for number, key in enumerate(state.offload_keys)
-        if number >= start_token // config.tokens_per_chunk
-    ]
+def _groups(status: Any) -> list[GroupChunks]:
+    """A request's chunks, as far as they are full."""
+    pairs = zip(status.config.kv_group_configs, status.group_states, strict=True)
+    return [GroupChunks(config.tokens_per_chunk, state.offload_keys) for config, state in pairs]
 
 
 def _use_logging_of_vllm() -> None:

@@ -15,6 +15,7 @@ from kvdepot.metrics import Counters
 from kvdepot.pool.tier import PoolTier
 from kvdepot.pool.worker import WorkerTier
 from kvdepot.tiers import Tier
+from kvdepot.units import format_bytes
 
 __all__ = ["HostRegion"]
 
@@ -62,14 +63,34 @@ class HostRegion:
             ConfigError: a process is wanted, and the region cannot be shared with one.
             KvdepotError: as `PoolTier.open` and `WorkerTier.open`.
         """
-        if settings.io == "threads" or (settings.io == "auto" and self._buffer is None):
-            return PoolTier.open(settings.pool, identity, counters=counters)
-        if self._buffer is None:
+        is_threaded = settings.io == "threads" or (settings.io == "auto" and self._buffer is None)
+        pool: Tier
+        if is_threaded:
+            pool = PoolTier.open(settings.pool, identity, counters=counters)
+        elif self._buffer is None:
             raise ConfigError(
                 "io is process, but vLLM's host region cannot be shared with one",
                 hint="set io to threads",
             )
-        return WorkerTier.open(settings.pool, identity, [self._buffer], counters=counters)
+        else:
+            pool = WorkerTier.open(settings.pool, identity, [self._buffer], counters=counters)
+        log.info(
+            "pool open: %s; capacity %s; rows of %s (%d tokens); %s; namespace %s",
+            ", ".join(settings.pool.urls),
+            format_bytes(pool.usage().capacity_bytes),
+            format_bytes(self.row_bytes),
+            identity.block_tokens,
+            "I/O in threads" if is_threaded else "I/O in a process of its own",
+            identity.digest().hex()[:16],
+        )
+        if self.row_bytes > pool.limits.block_bytes_max:
+            log.warning(
+                "rows of %s do not fit into segments, which take %s at most: nothing will be stored "
+                "(hint: raise segment_bytes, or make the chunks smaller)",
+                format_bytes(self.row_bytes),
+                format_bytes(pool.limits.block_bytes_max),
+            )
+        return pool
 
     def close(self, *, is_in_use: bool) -> None:
         """Unmap it. What a read still holds goes with the process."""

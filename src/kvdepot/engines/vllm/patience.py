@@ -142,6 +142,22 @@ class Patience:
         wait_s = slack_s if is_probe else max(slack_s, min(_DOUBT * expected_s, computing_s))
         return Wait(min(wait_s, unknown_s), is_probe)
 
+    # what room in the host tier is compared by; see `kvdepot.engines.vllm.room.RoomCosts`
+
+    def load_s(self, length_bytes: int) -> float:
+        """Seconds that a load is expected to take, behind those that are served first."""
+        cost, tier = self.policies.cost, self.policies.tier
+        if not cost.knows_reads(tier):
+            # as slow as storage may be before it hardly beats computing
+            return self._deadline_s(length_bytes) - self._deadline_s(0)
+        ahead_bytes = self.policies.ahead_bytes(length_bytes)
+        return cost.read_s(tier, length_bytes, ahead_bytes=ahead_bytes, is_doubtful=True)
+
+    def compute_s(self, tokens: int, position: int, length_bytes: int) -> float:
+        """Seconds to compute tokens; what their load may take at most while that is not known."""
+        seconds = self.policies.cost.prefill_s(tokens, position)
+        return seconds if math.isfinite(seconds) else self._deadline_s(length_bytes)
+
     def began(self, job: Decided, length_bytes: int, *, is_probe: bool) -> None:
         """A load was made."""
         now_s = self._clock.monotonic_s()

@@ -49,9 +49,7 @@ from kvdepot.engines.vllm.versions import check_interface
 from kvdepot.errors import IdentityUnknown, UnsupportedModel
 from kvdepot.identity import Identity
 from kvdepot.metrics import Counters
-from kvdepot.pool.tier import PoolTier
 from kvdepot.tiers import Tier
-from kvdepot.units import format_bytes
 
 __all__ = ["KvdepotTier"]
 
@@ -183,22 +181,6 @@ class KvdepotTier(SecondaryTierManager):
     def _open_pool(self, identity: Identity) -> Tier:
         pool = self.region.open_pool(self.settings, identity, self.counters)
         self._digest = identity.digest()
-        log.info(
-            "pool open: %s; capacity %s; rows of %s (%d tokens); %s; namespace %s",
-            ", ".join(self.settings.pool.urls),
-            format_bytes(pool.usage().capacity_bytes),
-            format_bytes(self.region.row_bytes),
-            identity.block_tokens,
-            "I/O in threads" if isinstance(pool, PoolTier) else "I/O in a process of its own",
-            self._digest.hex()[:16],
-        )
-        if self.region.row_bytes > pool.limits.block_bytes_max:
-            log.warning(
-                "rows of %s do not fit into segments, which take %s at most: nothing will be stored "
-                "(hint: raise segment_bytes, or make the chunks smaller)",
-                format_bytes(self.region.row_bytes),
-                format_bytes(pool.limits.block_bytes_max),
-            )
         return pool
 
     def resume(self) -> None:
@@ -248,6 +230,17 @@ class KvdepotTier(SecondaryTierManager):
             elif blocks.is_first(key):
                 self.patience.missed(req_context.req_id)
         return LookupResult.HIT if is_held else LookupResult.MISS
+
+    @fenced(lambda: 0)
+    def held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
+        """About how many chunks of one group, from the first on, `lookup` would find."""
+        pool, blocks = self.pool, self._blocks(req_context)
+        if pool is None or not blocks.is_cacheable or blocks.is_given_up:
+            return 0
+        if not keys or not self.patience.may_ask(req_context.req_id):
+            return 0
+        is_chained = get_offload_group_idx(keys[0]) in self._chained
+        return blocks.prefix(keys, pool.lookup, is_chained=is_chained)
 
     @timed
     def submit_load(self, job_metadata: TransferJob) -> None:
