@@ -14,16 +14,16 @@ import tests.needs_vllm  # noqa: F401  # isort: skip
 
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvdepot.engines.vllm.handover import Handover
-from kvdepot.engines.vllm.moving import PART_CHUNKS
+from kvdepot.engines.vllm.handover import Handover, Step
+from kvdepot.engines.vllm.moving import LOAD_CHUNKS, STORE_CHUNKS
 from kvdepot.testing.damage import flip_byte
 from tests.pool_rig import find_blocks
 from tests.vllm_rig import Ask, TierRig, row_identity
 
 pytestmark = pytest.mark.vllm
 
-#: three parts and a bit
-LONG = 3 * PART_CHUNKS + 5
+#: three parts of a load and a bit
+LONG = 3 * LOAD_CHUNKS + 5
 #: half of the host tier may wait to be written
 ROWS = 2 * LONG
 
@@ -120,7 +120,7 @@ def test_a_reset_between_two_parts_ends_the_job_behind_the_first(rig, monkeypatc
     rig.manager.reset_cache()
     assert time.monotonic() - began_s >= 0.15, "the part that is being begun is waited for"
     jobs.close(30)
-    assert sizes == [PART_CHUNKS]
+    assert sizes == [STORE_CHUNKS]
 
 
 def test_what_was_submitted_before_the_end_is_stored(tmp_path):
@@ -194,7 +194,7 @@ def test_a_long_job_comes_back_whole(tmp_path, io):
 
 def test_a_damaged_block_in_a_later_part_ends_the_prefix_there(tmp_path):
     identity = row_identity()
-    bad = 2 * PART_CHUNKS + 3
+    bad = 2 * LOAD_CHUNKS + 3
     with TierRig(tmp_path / "pool", rows=ROWS, identity=identity) as rig:
         ask = Ask("a", LONG)
         rig.put(ask)
@@ -219,8 +219,8 @@ def test_parts_that_the_thread_reaches_too_late_are_given_up(tmp_path):
         time.sleep(0.3)
         assert rig.hits(ask) is None, "the rows of what was not begun are still promised"
         gate.open()
-        assert rig.wait_hits(ask) == PART_CHUNKS, "the first part came"
-        assert rig.tier.lookup(ask.keys[PART_CHUNKS], ask.context) is LookupResult.MISS
+        assert rig.wait_hits(ask) == LOAD_CHUNKS, "the first part came"
+        assert rig.tier.lookup(ask.keys[LOAD_CHUNKS], ask.context) is LookupResult.MISS
         rig.end(ask)
         rig.wait_idle()
 
@@ -238,7 +238,7 @@ def test_a_bug_behind_the_first_part_fails_the_job_and_is_counted(rig, monkeypat
         return load(reads, **named)
 
     monkeypatch.setattr(rig.tier.pool, "load", broken)
-    assert rig.take(Ask("a", LONG)) == PART_CHUNKS
+    assert rig.take(Ask("a", LONG)) == LOAD_CHUNKS
     assert rig.tier.times.errors == {"submit_load": 1}
 
 
@@ -277,3 +277,30 @@ def test_a_handover_works_in_order_survives_a_bug_and_takes_nothing_once_closed(
     assert done == ["two", "two", "last"]
     assert not handover.put(two_steps)
     assert Handover().close(0.0)
+
+
+def test_a_load_goes_between_two_steps_of_a_store():
+    handover = Handover()
+    done: list[str] = []
+    gate = Gate(handover)
+
+    def steps(name: str, count: int) -> Step:
+        def step() -> bool:
+            done.append(name)
+            return done.count(name) < count
+
+        return step
+
+    def store() -> bool:
+        done.append("store")
+        if done.count("store") == 2:
+            assert handover.put(steps("load", 2), is_urgent=True)
+        return done.count("store") < 4
+
+    handover.put(store)
+    handover.put(steps("touch", 1))
+    gate.open()
+    while len(done) < 7:
+        time.sleep(0.001)
+    assert handover.close(30)
+    assert done == ["store", "store", "load", "load", "store", "store", "touch"]

@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 __all__ = ["Handover", "Step"]
@@ -28,48 +29,66 @@ _YIELD_S = 0.0001
 
 
 class Handover:
-    """Takes work from one thread, and does it on another in the order of its coming.
+    """Takes work from one thread, and does it on another: what is urgent first, then as it came.
 
     `put` and `offer` only append to a queue. What is put is bounded by whoever puts it: a job holds
     rows of the host tier. What is offered is dropped where the queue is long.
 
     Args:
-        offers_max: entries of the queue beyond which nothing more is taken of what is offered.
+        offers_max: entries beyond which nothing more is taken of what is offered.
     """
 
     def __init__(self, *, offers_max: int = 1024) -> None:
         self._offers_max = offers_max
-        self._queue: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        # both are appended to by the caller, and read and shortened by the thread alone
+        self._urgent: deque[Step] = deque()
+        self._others: deque[Step] = deque()
+        #: True for each entry, False for the end
+        self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def put(self, step: Step) -> bool:
+    def put(self, step: Step, *, is_urgent: bool = False) -> bool:
         """Have a step repeated until nothing is left to do; False, and nothing done, once closed."""
         if self._is_closed:
             return False
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvdepot-jobs", daemon=True)
             self._thread.start()
-        self._queue.put(step)
+        (self._urgent if is_urgent else self._others).append(step)
+        self._signals.put(True)  # noqa: FBT003
         return True
 
     def offer(self, step: Step) -> bool:
         """`put` for what may be left undone; False where it is."""
-        return self._queue.qsize() < self._offers_max and self.put(step)
+        return len(self._others) < self._offers_max and self.put(step)
 
     def close(self, timeout_s: float) -> bool:
         """Take nothing more, do what is queued, and stop; False where that takes longer."""
         self._is_closed = True
         if self._thread is None:
             return True
-        self._queue.put(None)
+        self._signals.put(False)  # noqa: FBT003
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (step := self._queue.get()) is not None:
-            try:
-                while step():
-                    time.sleep(_YIELD_S)
-            except Exception:
-                log.exception("work that was handed over failed")
+        while self._signals.get():
+            self._end_one()
+
+    def _end_one(self) -> None:
+        """Go on until one entry is done; what is urgent goes between two steps of what is not."""
+        while True:
+            entries = self._urgent or self._others
+            if _is_done(entries[0]):
+                entries.popleft()
+                return
+            time.sleep(_YIELD_S)
+
+
+def _is_done(step: Step) -> bool:
+    try:
+        return not step()
+    except Exception:
+        log.exception("work that was handed over failed")
+        return True

@@ -21,7 +21,7 @@ from kvdepot.clock import Clock
 from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.engines.vllm.handover import Handover
 from kvdepot.engines.vllm.host_region import HostRegion
-from kvdepot.engines.vllm.moving import PART_CHUNKS, Moving
+from kvdepot.engines.vllm.moving import STORE_CHUNKS, Moving
 from kvdepot.keys import BlockKey
 from kvdepot.tiers import Job, Outcome, Read, Tier, Turn, Write
 
@@ -139,7 +139,7 @@ class TierJobs:
         found: list[BlockKey] = []
 
         def step() -> bool:
-            part = used[len(found) : len(found) + PART_CHUNKS]
+            part = used[len(found) : len(found) + STORE_CHUNKS]
             found.extend(map(blocks.key, part))
             is_more = len(found) < len(used)
             if not is_more:
@@ -201,7 +201,8 @@ class TierJobs:
     # below
 
     def _hand_over(self, moving: Moving) -> None:
-        if not self._handover.put(moving.begin_part):
+        # a request waits for a load, and nobody for a store
+        if not self._handover.put(moving.begin_part, is_urgent=moving.is_load):
             moving.cancel()
 
     def _write(self, key: OffloadKey, row: memoryview, blocks: RequestBlocks) -> Write:

@@ -17,12 +17,13 @@ from kvdepot.clock import Clock
 from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.tiers import Job, Outcome
 
-__all__ = ["PART_CHUNKS", "Moving"]
+__all__ = ["LOAD_CHUNKS", "STORE_CHUNKS", "Moving"]
 
 log = logging.getLogger(__name__)
 
-#: chunks of a part: a third of a millisecond of work, and long enough to read and write in long runs
-PART_CHUNKS = 64
+#: chunks of a part: a quarter of a millisecond of work, and enough to read and write in long runs
+LOAD_CHUNKS = 128
+STORE_CHUNKS = 64
 
 
 class Moving:
@@ -59,6 +60,7 @@ class Moving:
         self.is_broken = False
         #: its late chunks have been told of
         self.is_late_noted = False
+        self._part_chunks = LOAD_CHUNKS if is_load else STORE_CHUNKS
         self._order = order
         self._begin = begin
         self._ordered: Sequence[OffloadKey] | None = None
@@ -164,7 +166,7 @@ class Moving:
             if not self.is_load:  # sorting thousands is a step of its own
                 return bool(self._ordered)
         start = self._begun_chunks
-        part = self._ordered[start : start + PART_CHUNKS]
+        part = self._ordered[start : start + self._part_chunks]
         self._parts.append((part, self._begin(part, len(self._ordered) - start)))
         self._begun_chunks += len(part)
         return self._begun_chunks < len(self._ordered)
