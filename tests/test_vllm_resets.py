@@ -66,11 +66,14 @@ def test_a_look_that_began_before_a_reset_does_not_end_it(tmp_path, monkeypatch)
         rig.tier.resume()
         assert looking.wait(30)
         rig.tier.resets.note()
+        assert rig.tier.resets.counts == {"resets_total": 2, "resets_checked_total": 0}
         go_on.set()
         until(lambda: not rig.tier.resets.is_looking)
         assert rig.tier.pool is None
         rig.tier.resume()
         until(lambda: rig.tier.pool is not None)
+        assert rig.tier.get_stats() is not None
+        assert rig.tier.stats.counts["resets_checked_total"] == 2
         rig.tier.resets.note(for_good=True)
         rig.tier.resume()
         assert not any(thread.name == "kvdepot-files" for thread in threading.enumerate())

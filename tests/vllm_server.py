@@ -107,6 +107,7 @@ class Server:
 
     def forget(self) -> None:
         """Empty the device's and the host's cache, so that only the pool is left."""
+        checked = self.metric("kvdepot_resets_checked_total")
         until_s = time.monotonic() + 30
         # refused while blocks are on their way
         while not json.loads(self._call("/reset_prefix_cache?reset_external=true", {}))["success"]:
@@ -114,8 +115,7 @@ class Server:
                 raise AssertionError(f"the caches are not emptied\n{self.tail()}")
             time.sleep(0.2)
         # nothing is shared until a request has had the model's files looked at, on a thread
-        self.ask([1, 2, 3], tokens=1)
-        time.sleep(1.0)
+        self.wait_for(checked + 1, "kvdepot_resets_checked_total")
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Have a LoRA adapter loaded, to be asked as a model of that name."""

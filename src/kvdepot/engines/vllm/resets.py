@@ -33,6 +33,11 @@ class Resets:
         self.is_looking = False
 
     @property
+    def counts(self) -> dict[str, int]:
+        """By the names of `kvdepot.engines.vllm.stats.ENGINE_COUNTERS`."""
+        return {"resets_total": self._count, "resets_checked_total": self._checked}
+
+    @property
     def is_open(self) -> bool:
         """A reset has happened, and nobody knows yet what came after it."""
         return self._count != self._checked

@@ -33,6 +33,8 @@ ENGINE_COUNTERS = {
     "host_waits_total": "requests that waited for room in the host tier",
     "host_short_requests_total": "requests that found too little room in the host tier",
     "host_short_tokens_total": "tokens computed for want of room in the host tier",
+    "resets_total": "resets of vLLM's caches",
+    "resets_checked_total": "of these, those after which the model's files were found unchanged",
 }
 #: name -> help text
 ENGINE_GAUGES = {

@@ -342,6 +342,7 @@ class KvdepotTier(SecondaryTierManager):
     @fenced(lambda: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What has changed in them."""
+        self.stats.counts |= self.resets.counts
         return self.stats.take(self.pool, len(self.jobs), len(self.jobs.late_keys))
 
     # below
