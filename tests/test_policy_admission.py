@@ -69,6 +69,16 @@ def test_the_budget_of_a_day_is_kept_over_days():
     assert 3 * 24_000 * 0.98 <= written <= 3 * 24_000 + 1000
 
 
+def test_what_cannot_be_reached_is_remembered_and_costs_nothing():
+    admission = Admission(AdmissionSettings(when="second_sight", bytes_per_day=24_000))
+    keys = [bytes([n]) * 32 for n in range(4)]
+    found = admission.admit(0.0, keys, 100, prompt_tokens=64, is_reachable=False)
+    assert found == (0, "first_sight")
+    found = admission.admit(0.0, keys, 100, prompt_tokens=64, is_reachable=False)
+    assert found.blocks == 0
+    assert admission.admit(0.0, keys, 250, prompt_tokens=64) == (4, ""), "the budget is whole"
+
+
 @given(
     st.integers(1, 10**9),
     st.lists(

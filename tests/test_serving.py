@@ -433,7 +433,7 @@ def test_the_command_serves_the_embedded_engine(tmp_path, capsys, monkeypatch):
         (["serve", "m"], "no pool"),
         (["serve", "--pool", pool], "no model"),
         (["serve", "m", "--pool", pool, "--port", "1"], "behind a --"),
-        (["serve", "m", "--pool", pool, "--admit", "second_sight"], "embedded engine only"),
+        (["serve", "m", "--pool", pool, "--store-generated"], "embedded engine's"),
         (["serve", "--engine", "embedded", "--write-budget", "much"], "not a size"),
     ]:
         assert run(wrong) == 2

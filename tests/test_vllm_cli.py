@@ -228,6 +228,32 @@ def test_vllm_config_needs_no_vllm(capsys, vllm, model):
     assert extra["cpu_bytes_to_use"] == 4 * GIB
 
 
+def test_what_is_written_is_a_setting_of_the_tier(capsys, vllm):
+    vllm(None, None)
+    base = ["vllm-config", "s3://bucket/model", "--pool", "/data/kv"]
+    flags = ["--admit", "second_sight", "--admit-tokens-min", "1024", "--write-budget", "2GiB"]
+    status, out, _ = run(capsys, *base, *flags)
+    assert status == 0
+    (tier,) = json.loads(out)["kv_connector_extra_config"]["secondary_tiers"]
+    assert tier["admission"] == {
+        "when": "second_sight",
+        "prompt_tokens_min": 1024,
+        "bytes_per_day": 2 * GIB,
+    }
+    status, out, _ = run(capsys, *base)
+    assert "admission" not in out, "everything, unless somebody says otherwise"
+    status, _, err = run(capsys, *base, "--admit-tokens-min", "-1")
+    assert status == 2
+    assert "cannot be negative" in err
+
+
+def test_answers_are_stored_by_a_setting_of_vllm_s(capsys):
+    command = ["serve", "a/model", "--pool", "/data/kv", "--store-generated"]
+    status, _, err = run(capsys, *command)
+    assert status == 2
+    assert "offload_prompt_only" in err
+
+
 def test_a_model_elsewhere_gets_a_size_that_does_for_most(capsys, vllm):
     vllm(None, None)
     status, out, err = run(capsys, "vllm-config", "s3://bucket/model", "--pool", "/data/kv")

@@ -152,6 +152,7 @@ def test_a_host_tier_smaller_than_a_request_and_than_the_working_set(tmp_path, m
     less = run_engine(tmp_path, asks=asks, **small)
     assert [answer.tokens for answer in less.answers] == [a.tokens for a in first.answers]
     assert [answer.cached for answer in less.answers] == [12 * 32] * 3, "the part that fits"
+    assert less.counters["reuse_ended_host_full_total"] == 3
     one_and_a_half = {**settings, "extra": {"cpu_bytes_to_use": 46 * row_bytes}}
     turns = run_engine(tmp_path, asks=[*asks, *asks], **one_and_a_half)
     assert [answer.tokens for answer in turns.answers[:3]] == [a.tokens for a in first.answers]

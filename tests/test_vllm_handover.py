@@ -245,7 +245,7 @@ def test_a_bug_behind_the_first_part_fails_the_job_and_is_counted(rig, monkeypat
 def test_uses_are_passed_on_and_lost_where_there_are_too_many(rig, monkeypatch):
     touched = []
     monkeypatch.setattr(rig.tier.pool, "touch", lambda keys: touched.append(len(keys)))
-    rig.tier.jobs._handover._offers_max = 2
+    rig.tier.jobs._handover._offers_max = 3  # of which the gate is one
     gate = Gate(rig.tier.jobs._handover)
     ask = Ask("a", LONG)
     for _ in range(5):

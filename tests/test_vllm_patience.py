@@ -36,7 +36,7 @@ class Desk:
         )
 
     def compute(self, request: str, tokens: int, seconds: float) -> None:
-        self.patience.missed(request)
+        self.patience.looked_up(request, is_hit=False)
         self.patience.scheduled([request])
         self.clock.advance(seconds)
         self.patience.computed(request, tokens)

@@ -28,6 +28,7 @@ from kvdepot.engines.vllm.stats import (
 from kvdepot.errors import ConfigError, IdentityUnknown, PoolUnavailable, PoolUrlError
 from kvdepot.keys import adopt_key, root_key
 from kvdepot.metrics import METRICS, Counters
+from kvdepot.policy.admission import AdmissionSettings
 from kvdepot.testing.simclock import FakeClock
 from kvdepot.units import GIB, MIB
 from tests.identities import IDENTITY
@@ -54,9 +55,21 @@ def test_what_waits_to_be_written_takes_half_of_the_host_region_unless_told_othe
     assert parsed(write_queue_bytes="3MiB").pool.write_queue_bytes == 3 * MIB
 
 
+def test_everything_is_written_unless_told_otherwise():
+    assert parsed().admission == AdmissionSettings()
+    given = {"when": "second_sight", "prompt_tokens_min": 9, "bytes_per_day": "1GiB"}
+    assert parsed(admission=given).admission == AdmissionSettings(
+        when="second_sight", prompt_tokens_min=9, bytes_per_day=GIB
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"admission": {"when": "never"}}, "never"),
+        ({"admission": {"prompt_tokens_min": -1}}, "negative"),
+        ({"admission": {"bytes_a_day": 1}}, "bytes_a_day"),
+        ({"admission": "second_sight"}, "admission"),
         ({"capcity": "1GiB"}, "capcity"),
         ({"io": "proces"}, "io"),
         ({"load_deadline_s": 0}, "load_deadline_s"),

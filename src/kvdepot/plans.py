@@ -261,7 +261,10 @@ class Planner:
         admitted = answered + found.blocks if pooled >= answered else pooled
         if kind is StoreClass.PROMPT:
             self._offered = _Offer(keys, admitted)
-        self._counters.add("store_not_admitted_blocks_total", len(keys) - max(admitted, answered))
+        refused = len(keys) - max(admitted, answered)
+        self._counters.add("store_not_admitted_blocks_total", refused)
+        if found.refusal:
+            self._counters.add(f"not_admitted_{found.refusal}_blocks_total", refused)
         return admitted
 
     def _explain(

@@ -76,7 +76,7 @@ def serve(
         model,
         pool,
         is_addressed=(host, port) != ("127.0.0.1", 8000),
-        is_choosy=(admit, store_generated) != (Admit(), False),
+        has_answers=store_generated,
     )
     return serve_vllm(
         model,
@@ -86,11 +86,12 @@ def serve(
         capacity=capacity,
         block_tokens=block_tokens,
         device=device,
+        admit=admit,
     )
 
 
 def _check_for_vllm(
-    model: str, pool: list[str] | None, *, is_addressed: bool, is_choosy: bool
+    model: str, pool: list[str] | None, *, is_addressed: bool, has_answers: bool
 ) -> None:
     if not model:
         raise ConfigError("no model is named", hint="kvdepot serve MODEL --pool URL")
@@ -101,8 +102,12 @@ def _check_for_vllm(
             "--host and --port are the embedded engine's",
             hint="give vLLM's behind a --, for example: -- --port 8001",
         )
-    if is_choosy:
-        raise ConfigError("what is written can be chosen for the embedded engine only")
+    if has_answers:
+        raise ConfigError(
+            "--store-generated is the embedded engine's",
+            hint='vLLM stores answers with "offload_prompt_only": false in its JSON, which'
+            " kvdepot vllm-config prints",
+        )
 
 
 def _embedded(

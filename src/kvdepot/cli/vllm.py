@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from kvdepot.cli.admission import Admit
 from kvdepot.errors import ConfigError
 from kvdepot.units import parse_bytes
 
@@ -31,6 +32,7 @@ def serve(
     capacity: str | None,
     block_tokens: int | None,
     device: _Device,
+    admit: Admit,
 ) -> int:
     """What `kvdepot.cli.serve.serve` does with vLLM: check, tell, and become its server."""
     from kvdepot.engines.vllm.installed import need_vllm
@@ -46,7 +48,14 @@ def serve(
         )
     on = device if device != "auto" else "cpu" if vllm.is_cpu else "gpu"
     wishes = _wishes(
-        model, pool, vllm_arguments, host_bytes, capacity, block_tokens=block_tokens, device=on
+        model,
+        pool,
+        vllm_arguments,
+        host_bytes,
+        capacity,
+        block_tokens=block_tokens,
+        device=on,
+        admit=admit,
     )
     launch = _prepared(wishes, is_here=True)
     _tell(launch, check_pool(pool_config(wishes)))
@@ -67,6 +76,7 @@ def vllm_config(
     capacity: str | None = None,
     block_tokens: int | None = None,
     device: _Device = "auto",
+    admit: Admit = Admit(),
 ) -> int:
     """Print the JSON that vLLM takes as --kv-transfer-config, for a launcher of your own.
 
@@ -84,13 +94,21 @@ def vllm_config(
             the free space.
         block_tokens: Tokens in a block; by default chosen by the size of the model's KV.
         device: gpu or cpu; by default what the installed vLLM is for, and gpu if there is none.
+        admit: What is written.
     """
     from kvdepot.engines.vllm.installed import find_vllm
 
     vllm = find_vllm()
     on = device if device != "auto" else "cpu" if vllm is not None and vllm.is_cpu else "gpu"
     wishes = _wishes(
-        model, pool, vllm_arguments, host_bytes, capacity, block_tokens=block_tokens, device=on
+        model,
+        pool,
+        vllm_arguments,
+        host_bytes,
+        capacity,
+        block_tokens=block_tokens,
+        device=on,
+        admit=admit,
     )
     launch = _prepared(wishes, is_here=vllm is not None)
     _tell(launch, [])
@@ -109,6 +127,7 @@ def _wishes(
     *,
     block_tokens: int | None,
     device: Literal["cpu", "gpu"],
+    admit: Admit,
 ) -> Wishes:
     from kvdepot.engines.vllm.arguments import VllmArguments
     from kvdepot.engines.vllm.launch import Wishes
@@ -128,6 +147,7 @@ def _wishes(
         host_bytes=None if host_bytes is None else parse_bytes(host_bytes),
         capacity=capacity,
         block_tokens=block_tokens,
+        admission=admit.settings(),
         given=VllmArguments(arguments),
     )
 

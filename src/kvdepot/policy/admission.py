@@ -191,6 +191,7 @@ class Admission:
         *,
         prompt_tokens: int,
         kind: StoreClass = StoreClass.PROMPT,
+        is_reachable: bool = True,
     ) -> Admitted:
         """How many of the blocks, from the first on, are to be written.
 
@@ -200,6 +201,8 @@ class Admission:
             block_bytes: of one block over all groups.
             prompt_tokens: length of the prompt that they belong to.
             kind: where they come from. Generated tokens are seen for the first time by nature.
+            is_reachable: False when an earlier block of the prompt was not admitted: then these are
+                only remembered.
         """
         if kind is StoreClass.PROMPT:
             is_of_class = prompt_tokens >= self._settings.prompt_tokens_min
@@ -215,6 +218,8 @@ class Admission:
                 seen = [self._seen.see(key) for key in keys]
                 wanted = seen.index(False) if False in seen else wanted
                 refusal = "first_sight" if wanted < len(keys) else ""
+            if not is_reachable:
+                return Admitted(0, refusal)
             taken = self._budget.take(now_s, [block_bytes] * wanted)
             if taken < wanted:
                 refusal = "budget"

@@ -7,8 +7,9 @@ costs a small one.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -26,8 +27,8 @@ _STEP_MAX = 128
 class RequestBlocks:
     """Of one request, on the scheduler's thread. vLLM's request context carries it.
 
-    `key`, `in_order` and `parent` may be asked on another thread too: what `learn` has taken in stays as it
-    is, and a key that two threads make at once is the same key.
+    `key`, `in_order`, `end_token` and `parent` may be asked on another thread too: what `learn` has
+    taken in stays as it is, and a key that two threads make at once is the same key.
 
     Args:
         identity_digest: of the engine.
@@ -50,6 +51,10 @@ class RequestBlocks:
         self.lost: set[OffloadKey] = set()
         #: a load was late: what is left of the request is computed
         self.is_given_up = False
+        #: chunks that end behind it are not written, and why; by the thread that begins stores
+        self.cut_token = math.inf
+        self.cut_reason = ""
+        self._ends: Mapping[OffloadKey, int] = {}
 
     @property
     def is_cacheable(self) -> bool:
@@ -133,7 +138,7 @@ class RequestBlocks:
 
     def learn(self, context: ReqContext) -> None:
         """Take in the keys that vLLM has made since the last time. On the scheduler's thread."""
-        made = context._offload_key_positions
+        made = self._ends = context._offload_key_positions
         if len(made) == len(self._order):
             return
         for key in islice(made, len(self._order), None):
@@ -144,6 +149,10 @@ class RequestBlocks:
         """Keys that were learned, parents before their children; vLLM hands stores over as a set."""
         places, end = self._places, len(self._places)
         return sorted(keys, key=lambda key: places.get(key, end))
+
+    def end_token(self, offload_key: OffloadKey) -> int:
+        """Where a chunk that was learned ends in the prompt."""
+        return self._ends.get(offload_key, 0)
 
     def parent(self, offload_key: OffloadKey) -> BlockKey:
         """The key of the chunk before, or the root key where there is none or it is not known."""

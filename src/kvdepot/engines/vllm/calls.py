@@ -47,6 +47,11 @@ class CallTimes:
         counts[bisect_left(BOUNDS_S, took_s)] += 1
         self.seconds[method] += took_s
 
+    def failed(self, method: str) -> int:
+        """Count a call that a bug of ours has ended; how many there were by now."""
+        count = self.errors[method] = self.errors.get(method, 0) + 1
+        return count
+
     def calls(self, method: str) -> int:
         """How many there were."""
         return sum(self.counts.get(method, ()))
@@ -95,9 +100,7 @@ def fenced(
             try:
                 return call(self, *args, **named)
             except Exception:
-                errors = self.times.errors
-                errors[name] = errors.get(name, 0) + 1
-                if errors[name] == 1:
+                if self.times.failed(name) == 1:
                     log.exception("%s failed; further failures are only counted", name)
                 return instead()
 

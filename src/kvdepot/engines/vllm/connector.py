@@ -117,6 +117,7 @@ class KvdepotConnector(OffloadingConnector):
             log.exception("looking at a new request failed; it is not cached")
         for tier in self.tiers:
             tier.request_extras[request.request_id] = extras
+            tier.prompt_tokens[request.request_id] = request.num_prompt_tokens
             if extras is None and request.request_id not in self._checks:
                 tier.stats.counts["uncacheable_requests_total"] += 1
         super().on_new_request(request)
@@ -130,6 +131,8 @@ class KvdepotConnector(OffloadingConnector):
         limits = [self._max_loadable_tokens(request, num_computed_tokens)]
         if self._is_adapter_pending(request):
             return None, False
+        # what vLLM itself does first below is not counted as ours
+        self.scheduler._req_status[request.request_id].update_offload_keys()
         began_s = self._clock.monotonic_s()
         try:
             turn, end_token = self._turn(request, num_computed_tokens)
@@ -230,7 +233,6 @@ class KvdepotConnector(OffloadingConnector):
         if self._room is None or request.skip_reading_prefix_cache:
             return Turn.NOW, None
         status = self.scheduler._req_status[request.request_id]
-        status.update_offload_keys()
         late = self._first_late(status)
         turn, end_token = self._room.ask(
             request.request_id,
@@ -245,6 +247,9 @@ class KvdepotConnector(OffloadingConnector):
         for tier in self.tiers[:1]:
             tier.times.note("turn", took_s)
             if self._room is not None:
+                told = tier.stats.counts["host_short_requests_total"]
+                short = self._room.short_requests - told
+                tier.counters.add("reuse_ended_host_full_total", short)
                 tier.stats.counts |= {
                     "host_waits_total": self._room.waits,
                     "host_short_requests_total": self._room.short_requests,

@@ -30,16 +30,27 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
 from kvdepot.engines.vllm.facts import Engine, WorkerFacts
+from kvdepot.errors import UnsupportedModel
 from kvdepot.identity import UNDETERMINED, CacheGroup, Identity
 from kvdepot.io.modelfolder import file_states, local_model_folder, plain_model_name
 from kvdepot.io.weights import weights_fingerprint
 
-__all__ = ["ADAPTER_VERSION", "files_of", "group_kind", "group_kinds", "identity_of", "weights_of"]
+__all__ = [
+    "ADAPTER_VERSION",
+    "check_supported",
+    "files_of",
+    "group_kind",
+    "group_kinds",
+    "identity_of",
+    "weights_of",
+]
 
 log = logging.getLogger(__name__)
 
 #: raised when the content of rows or the making of keys changes
 ADAPTER_VERSION = 1
+#: kinds of groups whose chunks can be kept and given back
+_KINDS = frozenset({"full", "window"})
 #: these load what lies in the model's folder; other formats load what we cannot see
 _FOLDER_FORMATS = frozenset(
     {
@@ -73,6 +84,26 @@ _CONFIG_ORIGIN = frozenset({"_name_or_path", "transformers_version", "_commit_ha
 #: these give the same positions whatever the longest prompt is
 _STEADY_ROPE = frozenset({"default", "linear", "llama3", "mrope", "yarn", "proportional"})
 _CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
+
+
+def check_supported(engine: Engine, kinds: Mapping[int, str]) -> None:
+    """Whether chunks of this model can be kept and given back.
+
+    Args:
+        engine: the engine.
+        kinds: of its groups, by `group_kinds`.
+
+    Raises:
+        UnsupportedModel: they cannot.
+    """
+    other = {number: kind for number, kind in kinds.items() if kind not in _KINDS}
+    if other:
+        named = ", ".join(f"group {number} is {kind}" for number, kind in other.items())
+        raise UnsupportedModel(
+            f"only full attention and sliding windows can be kept yet, and {named}"
+        )
+    if engine.vllm_config.model_config.is_encoder_decoder:
+        raise UnsupportedModel("the KV of an encoder-decoder model depends on its encoder's input")
 
 
 def identity_of(

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvdepot.clock import Clock
+from kvdepot.engines.vllm.admit import StoreAdmission
 from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.engines.vllm.handover import Handover
 from kvdepot.engines.vllm.host_region import HostRegion
@@ -32,8 +33,9 @@ class Ended(NamedTuple):
     """A job's end."""
 
     result: JobResult
-    #: chunks that it stored
+    #: chunks that it stored, and the bytes that were written for them
     stored: Sequence[OffloadKey] = ()
+    stored_bytes: int = 0
     #: the method that a bug of ours has ended it in; empty without one
     broken: str = ""
 
@@ -45,6 +47,7 @@ class TierJobs:
         region: where the rows are.
         block_tokens: tokens of a chunk, by group.
         chained: groups in which a chunk is of no use without the one before it.
+        admission: which chunks are written.
         clock: for deadlines and for waiting.
     """
 
@@ -53,11 +56,13 @@ class TierJobs:
         region: HostRegion,
         block_tokens: Mapping[int, int],
         chained: Collection[int],
+        admission: StoreAdmission,
         clock: Clock,
     ) -> None:
         self._region = region
         self._block_tokens = block_tokens
         self._chained = chained
+        self._admission = admission
         self._clock = clock
         self._handover = Handover()
         self._moving: dict[int, Moving] = {}
@@ -83,11 +88,12 @@ class TierJobs:
         give_up_at_s = self._clock.monotonic_s() + deadline_s
         chunks = dict(zip(transfer.keys, transfer.chunk_ids.tolist(), strict=True))
 
-        def begin(part: Sequence[OffloadKey], left: int) -> Job:
+        def begin(part: Sequence[OffloadKey], left: int) -> tuple[Sequence[OffloadKey], Job]:
             rows = self._region.rows(chunks[key] for key in part)
             reads = [Read(blocks.key(key), row) for key, row in zip(part, rows, strict=True)]
             left_s = max(give_up_at_s - self._clock.monotonic_s(), 0.0)
-            return pool.load(reads, deadline_s=left_s, turn=Turn(request, left * row_bytes))
+            turn = Turn(request, left * row_bytes)
+            return part, pool.load(reads, deadline_s=left_s, turn=turn)
 
         moving = Moving(
             transfer.job_id,
@@ -108,23 +114,31 @@ class TierJobs:
         pool: Tier,
         transfer: TransferJob,
         blocks: RequestBlocks,
+        *,
+        prompt_tokens: int,
         partial: Collection[OffloadKey] = (),
     ) -> None:
         """Have it stored, parents before their children; vLLM hands the chunks over as a set.
 
-        Those in `partial` are left out.
+        Those in `partial` are left out, and those that write admission does not want.
         """
         blocks.learn(transfer.req_context)
         left_out = frozenset(partial)
         chunks = dict(zip(transfer.keys, transfer.chunk_ids.tolist(), strict=True))
 
         def order(keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-            return blocks.in_order(key for key in keys if key not in left_out)
+            whole = [key for key in keys if key not in left_out]
+            return self._admission.in_order(blocks.in_order(whole))
 
-        def begin(part: Sequence[OffloadKey], left: int) -> Job:  # noqa: ARG001 (stores have no order)
-            rows = self._region.rows(chunks[key] for key in part)
-            return pool.store(
-                [self._write(key, row, blocks) for key, row in zip(part, rows, strict=True)]
+        def begin(part: Sequence[OffloadKey], _: int) -> tuple[Sequence[OffloadKey], Job | None]:
+            wanted = self._admission.wanted(
+                part, blocks, prompt_tokens=prompt_tokens, lookup=pool.lookup
+            )
+            if not wanted:
+                return wanted, None
+            rows = self._region.rows(chunks[key] for key in wanted)
+            return wanted, pool.store(
+                [self._write(key, row, blocks) for key, row in zip(wanted, rows, strict=True)]
             )
 
         moving = Moving(
@@ -229,6 +243,7 @@ class TierJobs:
         return Ended(
             result,
             stored=() if moving.is_load else done,
+            stored_bytes=0 if moving.is_load else moving.bytes_done,
             broken=method if moving.is_broken else "",
         )
 

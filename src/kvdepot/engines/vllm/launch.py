@@ -22,6 +22,7 @@ from kvdepot.engines.vllm.hostbytes import HostBytes, choose_host_bytes
 from kvdepot.engines.vllm.installed import InstalledVllm
 from kvdepot.engines.vllm.kvsize import KvSize, kv_element_bytes, kv_size, longest_request
 from kvdepot.io.machine import Machine
+from kvdepot.policy.admission import AdmissionSettings
 from kvdepot.units import GIB, format_bytes
 from kvdepot.urls import distinct_roots
 
@@ -45,6 +46,8 @@ class Wishes:
     #: of each root, as a size such as ``64GiB``
     capacity: str | None = None
     block_tokens: int | None = None
+    #: what is written
+    admission: AdmissionSettings = AdmissionSettings()
     given: VllmArguments = field(default_factory=lambda: VllmArguments(()))
 
 
@@ -172,10 +175,22 @@ def connector_settings(wishes: Wishes, block: BlockChoice, host: HostBytes) -> d
                     "module_path": tier_module,
                     "urls": list(pool.urls),
                     **({"capacity": wishes.capacity} if wishes.capacity else {}),
+                    **_admission(wishes.admission),
                 }
             ],
         },
     }
+
+
+def _admission(wished: AdmissionSettings) -> dict[str, Any]:
+    """What is not as it is by default, as it stands in the tier's JSON."""
+    default = msgspec.structs.asdict(AdmissionSettings())
+    changed = {
+        name: value
+        for name, value in msgspec.structs.asdict(wished).items()
+        if value != default[name]
+    }
+    return {"admission": changed} if changed else {}
 
 
 def _size(

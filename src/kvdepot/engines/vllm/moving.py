@@ -35,7 +35,8 @@ class Moving:
         blocks: its request's.
         order: on the thread that begins parts: the keys in the order in which they are to be begun,
             without those that are to be left out.
-        begin: begins a load or a store of some of them; never waits.
+        begin: begins a load or a store of some of them, given also how many are left with them; never
+            waits. It says which it has begun, and the pool's job; None where it wants none.
         is_load: it loads; otherwise it stores.
         clock: measures how long it takes.
     """
@@ -46,7 +47,7 @@ class Moving:
         keys: Sequence[OffloadKey],
         blocks: RequestBlocks,
         order: Callable[[Sequence[OffloadKey]], Sequence[OffloadKey]],
-        begin: Callable[[Sequence[OffloadKey], int], Job],
+        begin: Callable[[Sequence[OffloadKey], int], tuple[Sequence[OffloadKey], Job | None]],
         *,
         is_load: bool,
         clock: Clock,
@@ -167,6 +168,8 @@ class Moving:
                 return bool(self._ordered)
         start = self._begun_chunks
         part = self._ordered[start : start + self._part_chunks]
-        self._parts.append((part, self._begin(part, len(self._ordered) - start)))
+        begun, job = self._begin(part, len(self._ordered) - start)
+        if job is not None:
+            self._parts.append((begun, job))
         self._begun_chunks += len(part)
         return self._begun_chunks < len(self._ordered)

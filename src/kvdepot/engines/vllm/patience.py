@@ -10,6 +10,7 @@ Used by the scheduler's thread alone; every call takes microseconds.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
@@ -18,6 +19,7 @@ from kvdepot.clock import Clock
 from kvdepot.loads import FAULTS, reason_of, worst_of
 from kvdepot.metrics import Counters
 from kvdepot.plans import CostKeeper
+from kvdepot.policy.admission import AdmissionSettings
 from kvdepot.policy.deadline import slack_of
 from kvdepot.policy.decide import Ask, Mode, Run
 from kvdepot.policy.policies import LoadTicket, Policies
@@ -25,6 +27,8 @@ from kvdepot.policy.reasons import Reason
 from kvdepot.tiers import Outcome, Tier
 
 __all__ = ["Decided", "Patience", "Wait"]
+
+log = logging.getLogger(__name__)
 
 #: requests whose scheduling is remembered; one that never stores anything is forgotten by and by
 _REQUESTS_MAX = 4096
@@ -66,14 +70,20 @@ class Patience:
     Args:
         deadline_s: by the bytes of a load, how long it may take at most; also while it is not known
             what computing takes.
+        admission: what is written.
         counters: of the tier.
         clock: for tests that own the time.
     """
 
     def __init__(
-        self, deadline_s: Callable[[int], float], *, counters: Counters, clock: Clock
+        self,
+        deadline_s: Callable[[int], float],
+        *,
+        admission: AdmissionSettings = AdmissionSettings(),
+        counters: Counters,
+        clock: Clock,
     ) -> None:
-        self.policies = Policies()
+        self.policies = Policies(admission=admission)
         self._deadline_s = deadline_s
         self._counters = counters
         self._clock = clock
@@ -95,8 +105,11 @@ class Patience:
             return True
         return False
 
-    def missed(self, request: str) -> None:
-        """The first chunk of a request is not in the pool, so all of it will be computed."""
+    def looked_up(self, request: str, *, is_hit: bool) -> None:
+        """The first chunk of a request is in the pool, or it is not, and all of it will be computed."""
+        self.policies.write_only.looked_up(is_hit=is_hit)
+        if is_hit:
+            return
         self._new[request] = None
         if len(self._new) > _REQUESTS_MAX:
             self.finished(next(iter(self._new)))
@@ -189,6 +202,21 @@ class Patience:
                 self._counters.add(f"reuse_ended_{reason.value}_total")
             if ticket.is_probe:
                 self._probing = None
+
+    def stored(self, length_bytes: int) -> None:
+        """Bytes were written."""
+        if length_bytes:
+            self.policies.write_only.stored(length_bytes)
+
+    def is_write_only(self) -> bool:
+        """Whether next to nothing of what was stored ever comes back; the log says so when it is due."""
+        counts = self._counters.snapshot()
+        found = {reason: counts[f"reuse_ended_{reason.value}_total"] for reason in Reason}
+        misses = {reason: count for reason, count in found.items() if count}
+        warning = self.policies.write_only.due_warning(misses)
+        if warning:
+            log.warning("%s", warning)
+        return bool(self.policies.write_only.verdict(misses).warning)
 
     def finished(self, request: str) -> None:
         """A request has ended."""

@@ -9,6 +9,7 @@ import msgspec
 
 from kvdepot.config import PoolConfig
 from kvdepot.errors import ConfigError
+from kvdepot.policy.admission import AdmissionSettings
 from kvdepot.units import MIB, parse_bytes
 from kvdepot.urls import distinct_roots
 
@@ -29,6 +30,8 @@ class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     open_wait_s: float = 60.0
     #: how long the engine's end waits for stores to become visible; vLLM kills an engine after 5 s
     close_s: float = 3.0
+    #: what is written
+    admission: AdmissionSettings = AdmissionSettings()
     #: whether the storage is near; None says nothing
     locality: Literal["LOCAL", "REMOTE"] | None = None
     #: tell vLLM's event stream of blocks that were stored
@@ -66,6 +69,8 @@ def parse_settings(given: Mapping[str, Any], *, region_bytes: int, row_bytes: in
             pool[name] = parse_bytes(value)
     if isinstance(own.get("load_bytes_per_s_min"), str):
         own["load_bytes_per_s_min"] = parse_bytes(own["load_bytes_per_s_min"])
+    if isinstance(own.get("admission"), dict):
+        own["admission"] = AdmissionSettings.of(**own["admission"])
     config = PoolConfig.of(*urls, **pool)
     distinct_roots(config.urls)
     try:

@@ -44,6 +44,7 @@ ENGINE_GAUGES = {
     "pool_capacity_bytes": "bytes that segments may take up",
     "index_bytes": "memory of the index and the write queue",
     "active_jobs": "loads and stores on their way",
+    "write_only": "1 while next to nothing of what was stored ever comes back",
     "late_blocks": "blocks whose load was given up and whose rows the storage still holds",
 }
 _LABEL = "method"
@@ -75,15 +76,21 @@ class TierStats:
         self._tier = tier
         #: by the names of `ENGINE_COUNTERS`
         self.counts = dict.fromkeys(ENGINE_COUNTERS, 0)
+        #: the gauge ``write_only``
+        self.is_write_only = False
         self._told: dict[tuple[str, str], float] = {}
         self._next_s = 0.0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for new numbers."""
+        return self._clock.monotonic_s() >= self._next_s
+
     def take(self, pool: Tier | None, jobs: int, late: int) -> OffloadingConnectorStats | None:
         """Numbers for vLLM; None where it is too soon for new ones."""
-        now_s = self._clock.monotonic_s()
-        if now_s < self._next_s:
+        if not self.is_due:
             return None
-        self._next_s = now_s + _INTERVAL_S
+        self._next_s = self._clock.monotonic_s() + _INTERVAL_S
         stats = OffloadingConnectorStats()
         for name, count in (self._counters.snapshot() | self.counts).items():
             self._tell(stats, name, count)
@@ -93,7 +100,12 @@ class TierStats:
             self._tell(stats, "scheduler_slow_calls_total", self._times.slow_calls(method), method)
         for method, count in self._times.errors.items():
             self._tell(stats, "scheduler_call_errors_total", count, method)
-        gauges = {"pool_open": float(pool is not None), "active_jobs": jobs, "late_blocks": late}
+        gauges = {
+            "pool_open": float(pool is not None),
+            "write_only": float(self.is_write_only),
+            "active_jobs": jobs,
+            "late_blocks": late,
+        }
         if pool is not None:
             usage = pool.usage()
             gauges |= {

@@ -32,13 +32,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvdepot.clock import SystemClock, TimeLeft
+from kvdepot.engines.vllm.admit import StoreAdmission
 from kvdepot.engines.vllm.blocks import RequestBlocks
 from kvdepot.engines.vllm.calls import CallTimes, fenced, timed
 from kvdepot.engines.vllm.events import StoredEvents
 from kvdepot.engines.vllm.facts import WorkerFacts, current_engine
 from kvdepot.engines.vllm.host_region import HostRegion
-from kvdepot.engines.vllm.identify import files_of, group_kinds, identity_of
-from kvdepot.engines.vllm.jobs import TierJobs
+from kvdepot.engines.vllm.identify import check_supported, files_of, group_kinds, identity_of
+from kvdepot.engines.vllm.jobs import Ended, TierJobs
 from kvdepot.engines.vllm.moving import Moving
 from kvdepot.engines.vllm.opening import PoolOpening
 from kvdepot.engines.vllm.patience import Patience
@@ -46,7 +47,7 @@ from kvdepot.engines.vllm.resets import Resets
 from kvdepot.engines.vllm.settings import parse_settings
 from kvdepot.engines.vllm.stats import TierStats, metric_definitions
 from kvdepot.engines.vllm.versions import check_interface
-from kvdepot.errors import IdentityUnknown, UnsupportedModel
+from kvdepot.errors import IdentityUnknown
 from kvdepot.identity import Identity
 from kvdepot.metrics import Counters
 from kvdepot.tiers import Tier
@@ -58,8 +59,6 @@ log = logging.getLogger(__name__)
 _DRAIN_LOG_S = 10.0
 #: what closing a pool with nothing on its way needs
 _CLOSE_S = 0.1
-#: kinds of groups whose chunks can be kept and given back
-_KINDS = frozenset({"full", "window"})
 
 
 class KvdepotTier(SecondaryTierManager):
@@ -106,6 +105,8 @@ class KvdepotTier(SecondaryTierManager):
         )
         #: what a request's connector knows of it, by its id: extras of its keys, or None
         self.request_extras: dict[str, bytes | None] = {}
+        #: how long its prompt is
+        self.prompt_tokens: dict[str, int] = {}
         #: chunks of its that vLLM copied in part: what else is in their rows is somebody else's
         self.partial_keys: dict[str, set[OffloadKey]] = {}
         # with adapters, a request that nobody has looked at may use any of them
@@ -120,8 +121,21 @@ class KvdepotTier(SecondaryTierManager):
         self._kinds = group_kinds(self.engine, config) if self.engine is not None else {}
         #: groups whose chunks are asked for from the first on; of a window, the last ones are
         self._chained = frozenset(n for n, kind in self._kinds.items() if kind == "full")
-        self.jobs = TierJobs(self.region, tokens, self._chained, self._clock)
-        self.patience = Patience(self.deadline_s, counters=self.counters, clock=self._clock)
+        self.patience = Patience(
+            self.deadline_s,
+            admission=self.settings.admission,
+            counters=self.counters,
+            clock=self._clock,
+        )
+        admission = StoreAdmission(
+            self.patience.policies.admission,
+            tokens,
+            self._chained,
+            row_bytes=self.region.row_bytes,
+            counters=self.counters,
+            clock=self._clock,
+        )
+        self.jobs = TierJobs(self.region, tokens, self._chained, admission, self._clock)
         self._opening: PoolOpening | None = None
         self._files: object = None
         self.resets = Resets(self._is_same, self._refuse)
@@ -160,16 +174,7 @@ class KvdepotTier(SecondaryTierManager):
         engine = self.engine
         assert engine is not None
         config = self._offloading_spec.config
-        other = {number: kind for number, kind in self._kinds.items() if kind not in _KINDS}
-        if other:
-            named = ", ".join(f"group {number} is {kind}" for number, kind in other.items())
-            raise UnsupportedModel(
-                f"only full attention and sliding windows can be kept yet, and {named}"
-            )
-        if engine.vllm_config.model_config.is_encoder_decoder:
-            raise UnsupportedModel(
-                "the KV of an encoder-decoder model depends on its encoder's input"
-            )
+        check_supported(engine, self._kinds)
         self._files = files_of(engine.vllm_config)
         identity = identity_of(engine, config, row_bytes=self.region.row_bytes, facts=facts)
         if identity.undetermined:
@@ -227,8 +232,8 @@ class KvdepotTier(SecondaryTierManager):
             self.counters.add("lookup_blocks_total")
             if is_held:
                 self.counters.add("lookup_hit_blocks_total")
-            elif blocks.is_first(key):
-                self.patience.missed(req_context.req_id)
+            if blocks.is_first(key):
+                self.patience.looked_up(req_context.req_id, is_hit=is_held)
         return LookupResult.HIT if is_held else LookupResult.MISS
 
     @fenced(lambda: 0)
@@ -251,7 +256,7 @@ class KvdepotTier(SecondaryTierManager):
                 return
         except Exception:
             log.exception("a load of %d chunks failed", len(job_metadata.keys))
-            self._count_error("submit_load")
+            self.times.failed("submit_load")
         self.jobs.refuse(job_metadata, blocks)
 
     @timed
@@ -265,23 +270,28 @@ class KvdepotTier(SecondaryTierManager):
             if pool is not None:
                 request = job_metadata.req_context.req_id
                 self.patience.computed(request, self.jobs.tokens(job_metadata.keys))
-                left_out = self.partial_keys.get(request, ())
-                self.jobs.store(pool, job_metadata, blocks, left_out)
+                self.jobs.store(
+                    pool,
+                    job_metadata,
+                    blocks,
+                    prompt_tokens=self.prompt_tokens.get(request, 0),
+                    partial=self.partial_keys.get(request, ()),
+                )
                 return
         except Exception:
             log.exception("a store of %d chunks failed", len(job_metadata.keys))
-            self._count_error("submit_store")
+            self.times.failed("submit_store")
         self.jobs.refuse(job_metadata)
 
     @timed
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs whose rows are free again."""
-        self._learn()
         ended = self.jobs.ended()
+        self._learn(ended)
         for job in ended:
             self._events.stored(job.stored)
             if job.broken:
-                self._count_error(job.broken)
+                self.times.failed(job.broken)
         return [job.result for job in ended]
 
     @timed
@@ -299,6 +309,7 @@ class KvdepotTier(SecondaryTierManager):
         """What was noted of a request goes with it."""
         self.request_extras.pop(req_context.req_id, None)
         self.partial_keys.pop(req_context.req_id, None)
+        self.prompt_tokens.pop(req_context.req_id, None)
         self.patience.finished(req_context.req_id)
 
     @timed
@@ -342,7 +353,10 @@ class KvdepotTier(SecondaryTierManager):
     @fenced(lambda: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What has changed in them."""
+        if not self.stats.is_due:
+            return None
         self.stats.counts |= self.resets.counts
+        self.stats.is_write_only = self.patience.is_write_only()
         return self.stats.take(self.pool, len(self.jobs), len(self.jobs.late_keys))
 
     # below
@@ -362,8 +376,9 @@ class KvdepotTier(SecondaryTierManager):
         return self.settings.load_deadline_s + moved_s
 
     @fenced(lambda: None)
-    def _learn(self) -> None:
+    def _learn(self, ended: Sequence[Ended]) -> None:
         self.patience.collect(self.pool)
+        self.patience.stored(sum(job.stored_bytes for job in ended))
 
     def _load(self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks) -> bool:
         """Begin a load if it is worth it; False when the request is to compute."""
@@ -381,6 +396,3 @@ class KvdepotTier(SecondaryTierManager):
     def _began(self, job: Moving, size: int, *, is_probe: bool) -> None:
         # a failure here must not refuse a load that has begun: it would end twice
         self.patience.began(job, size, is_probe=is_probe)
-
-    def _count_error(self, method: str) -> None:
-        self.times.errors[method] = self.times.errors.get(method, 0) + 1
