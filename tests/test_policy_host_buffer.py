@@ -30,8 +30,6 @@ def test_room_for_stores_is_never_given_to_restores():
     host = HostAdmission(10, reserve_bytes=4)
     assert host.take(7, until_s=1.0) is None
     assert host.take(6, until_s=1.0) is not None
-    host.resize(20)
-    assert host.take(10, until_s=1.0) is not None
 
 
 def test_waiting_is_chosen_when_it_is_short_against_computing():

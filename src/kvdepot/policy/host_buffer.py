@@ -96,11 +96,6 @@ class HostAdmission:
         """What the restores in flight hold."""
         return self._in_use
 
-    def resize(self, capacity_bytes: int) -> None:
-        """The buffer has become larger or smaller."""
-        with self._lock:
-            self._capacity = max(capacity_bytes - self._reserve, 0)
-
     def take(self, length_bytes: int, until_s: float) -> int | None:
         """Room for a whole restore; a ticket for `give_back`, or None when it does not fit now.
 
