@@ -233,8 +233,10 @@ def child(given: dict[str, Any]) -> None:
         sampling = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
         return llm.generate(prompts, sampling, use_tqdm=False)
 
-    for turn in range(3):
-        ask([Ask(-1 - turn, 0, 256)], 4)
+    # an engine's first long prompt pays for memory that the later ones find ready; without a tier the
+    # follow-ups would have paid for the first asks
+    for turn, tokens in enumerate((256, max(LENGTHS), max(LENGTHS))):
+        ask([Ask(-1 - turn, 0, tokens)], 4)
     result: dict[str, Any] = {"answers": []}
     for name in ("follow_up", "first_ask"):
         outputs = [
