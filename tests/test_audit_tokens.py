@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -36,7 +37,9 @@ def test_the_fallback_is_exact_when_cut_at_lines(text):
 class Joining:
     """A tokenizer that looks over line ends, and over special tokens where told to."""
 
-    name, error, splits, marks, special = "joining", "", False, (), SPECIAL
+    name, error, splits = "joining", "", False
+    marks: Sequence[str] = ()
+    special: re.Pattern[str] | None = SPECIAL
 
     def __init__(self, pattern):
         self._pattern = re.compile(pattern, re.DOTALL)
