@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.audit.cuts import SPECIAL, cut
+from kvdepot.audit.cuts import SPECIAL, cut, special_pattern
 from kvdepot.audit.tokens import FallbackEncoder, ModelEncoder, PieceMemo, PseudoEncoder
 from tests.audit_tokenizer import byte_level_tokenizer, same_ids
 from tests.audit_traffic import passage
@@ -67,6 +67,12 @@ def test_a_tokenizer_that_looks_over_cuts_is_cut_less(pattern, cuts):
     memo.verify(texts)
     assert memo.cuts == cuts
     assert same_ids(memo.prompts(texts), encoder.encode(texts))
+
+
+def test_a_special_token_takes_the_white_space_that_unicode_knows():
+    # Python takes the separators of ASCII for white space too; tokenizers do not
+    special = special_pattern([("<keep>", True)])
+    assert cut("<keep> \u3000\x1c a", "line starts", special) == ["<keep> \u3000", "\x1c a"]
 
 
 @given(

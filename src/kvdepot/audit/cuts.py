@@ -97,7 +97,7 @@ def special_pattern(tokens: Iterable[tuple[str, bool]]) -> re.Pattern[str] | Non
     if not texts:
         return None
     first = "".join(sorted({re.escape(text[0]) for text, _ in texts}))
-    every = "|".join(re.escape(text) + (r"\s*" if takes else "") for text, takes in texts)
+    every = "|".join(re.escape(text) + (f"{_S}*" if takes else "") for text, takes in texts)
     return re.compile(f"(?=[{first}])(?:{every})")
 
 
