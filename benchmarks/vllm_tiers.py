@@ -236,7 +236,8 @@ def child(given: dict[str, Any]) -> None:
     # an engine's first long prompt pays for memory that the later ones find ready; without a tier the
     # follow-ups would have paid for the first asks
     for turn, tokens in enumerate((256, max(LENGTHS), max(LENGTHS))):
-        ask([Ask(-1 - turn, 0, tokens)], 4)
+        # documents of this process alone: those of another one's warm-up would be loaded
+        ask([Ask(-1 - turn - 3 * os.getpid(), 0, tokens)], 4)
     result: dict[str, Any] = {"answers": []}
     for name in ("follow_up", "first_ask"):
         outputs = [
