@@ -14,12 +14,12 @@ take turns, forwards and backwards (ABBA), and every engine is a process of its 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import WorkFolder, environment, parser, report, summary
 
+from kvdepot.bench.settling import stands_still
+from kvdepot.clock import SystemClock
 from kvdepot.engines.vllm import CONNECTOR, CPU_SPEC, TIER
+from kvdepot.engines.vllm.arguments import VllmArguments
+from kvdepot.engines.vllm.cpudefaults import equal_cores
+from kvdepot.io.filesystem import file_sizes
 from kvdepot.io.models import small_model
 from kvdepot.units import GIB, MIB
 
@@ -198,8 +203,7 @@ def engine(arm: str, place: Path, **asks: Any) -> dict[str, Any]:
             check=False,
             env=os.environ
             | {"OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_CPU_KVCACHE_SPACE": "1"}
-            # by itself vLLM keeps one core free without a connector, and on two cores none with one
-            | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "2"}
+            | equal_cores(VllmArguments(()), os.environ)
             | {"VLLM_LOGGING_LEVEL": "WARNING"},
         )
     if done.returncode:
@@ -250,7 +254,7 @@ def child(given: dict[str, Any]) -> None:
     crowd_outputs = ask(given["at_once"], 1) if given.get("at_once") else []
     result["at_once_ttft_s"] = [_ttft_s(output) for output in crowd_outputs]
     result["at_once_cached"] = [output.num_cached_tokens for output in crowd_outputs]
-    wait_until_stored(Path(given["place"]))
+    asyncio.run(stands_still(given["place"], SystemClock()))
     result |= stored(Path(given["place"]))
     result["tokens_by_source"] = {
         metric.labels.get("source", ""): metric.value
@@ -303,27 +307,10 @@ def prompt_of(ask: Ask) -> list[int]:
     return [*document.tolist(), *question.tolist()]
 
 
-def wait_until_stored(place: Path, limit_s: float = 60.0) -> None:
-    """Until nothing has changed in the folder for two seconds."""
-    last, since = stored(place), time.monotonic()
-    give_up_at = since + limit_s
-    while time.monotonic() - since < 2.0 and time.monotonic() < give_up_at:
-        time.sleep(0.2)
-        now = stored(place)
-        if now != last:
-            last, since = now, time.monotonic()
-
-
 def stored(place: Path) -> dict[str, int]:
     """Bytes and files of a folder."""
-    sizes = []
-    for root, _, names in os.walk(place):
-        for name in names:
-            try:
-                sizes.append(os.lstat(os.path.join(root, name)).st_size)
-            except FileNotFoundError:
-                continue  # it is being renamed
-    return {"stored_bytes": sum(sizes), "files": len(sizes)}
+    sizes = file_sizes(place)
+    return {"stored_bytes": sum(sizes.values()), "files": len(sizes)}
 
 
 def _ttft_s(output: Any) -> float:

@@ -225,4 +225,5 @@ def test_storage_of_unknown_speed_that_hangs_gets_a_look_and_no_more(folder, sto
         assert found.computed_tokens == len(prompt)
         lost_s = opened.engine.depot.policies.recent()[-1].load_s
         assert 0.2 < lost_s <= 0.8
+        assert found.load_s == lost_s
         barrier.open()

@@ -13,7 +13,7 @@ from kvdepot.bench.plan import Arm
 from kvdepot.clock import Clock
 from kvdepot.io.filesystem import file_sizes
 
-__all__ = ["settle"]
+__all__ = ["settle", "stands_still"]
 
 _LOOK_INTERVAL_S = 0.25
 #: a pool whose files have not changed for so long is taken to be written: tiers gather what they
@@ -31,10 +31,11 @@ async def settle(client: Client, arm: Arm, clock: Clock) -> bool | None:
     """
     if arm.settles:
         return all([await client.post(path) for path in arm.settles])
-    return await _stands_still(arm.pool, clock) if arm.pool else None
+    return await stands_still(arm.pool, clock) if arm.pool else None
 
 
-async def _stands_still(pool: str, clock: Clock) -> bool:
+async def stands_still(pool: str, clock: Clock) -> bool:
+    """Wait until the files of a folder have not changed for two seconds; False after a minute."""
     began_s = changed_s = clock.monotonic_s()
     known = await asyncio.to_thread(file_sizes, pool)
     while (now_s := clock.monotonic_s()) < changed_s + _STILL_S:

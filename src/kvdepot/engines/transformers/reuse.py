@@ -181,8 +181,8 @@ class Reuse:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that layers waited for their part of the prefix: the load that no computing hid."""
-        return self._waited_s
+        """Seconds of waiting for the prefix: the load that no computing hid."""
+        return self._waited_s + (0.0 if self.back is None else self.back.waited_s)
 
     @property
     def bytes_read(self) -> int:
@@ -203,14 +203,12 @@ class Reuse:
         if plan is None or self._depot is None:
             return
         ended_by = self._restore.ended_by if self._restore is not None else None
-        waited_s = self._waited_s
         if self.back is not None:
             ended_by = self.back.ended_by or ended_by
-            waited_s += self.back.waited_s
         self._depot.finished(
             plan,
             reused_blocks=ceil_div(self.tokens, self._block_tokens),
-            load_s=waited_s,
+            load_s=self.waited_s,
             ended_by=ended_by,
         )
 
