@@ -15,6 +15,7 @@ import tests.needs_vllm  # noqa: F401  # isort: skip
 from kvdepot.engines.vllm.patience import Patience
 from kvdepot.keys import BlockKey
 from kvdepot.metrics import Counters
+from kvdepot.policy.breaker import BreakerState, Fault
 from kvdepot.testing.faults import FaultPlan
 from kvdepot.testing.simclock import FakeClock
 from kvdepot.tiers import Job, Outcome
@@ -106,13 +107,29 @@ def test_errors_keep_requests_from_asking_until_a_probe_has_come():
         desk.compute(f"c{number}", 1000, 10.0)
     for number in range(3):
         desk.load(f"l{number}", 0.1, Outcome.FAILED)
-    assert not desk.patience.may_ask("other")
+    assert not desk.patience.may_load("other")
     desk.clock.advance(1.0)
     for number in range(2):
-        assert desk.patience.may_ask(f"probe{number}")
-        assert not desk.patience.may_ask("other")
+        assert desk.patience.may_load(f"probe{number}")
+        assert not desk.patience.may_load("other")
         assert desk.load(f"probe{number}", 0.1) is not None
-    assert desk.patience.may_ask("other")
+    assert desk.patience.may_load("other")
+
+
+def test_each_request_that_the_breaker_keeps_from_loading_is_counted_once():
+    desk = Desk()
+    for number in range(4):
+        desk.compute(f"c{number}", 1000, 10.0)
+    for number in range(3):
+        desk.load(f"l{number}", 0.1, Outcome.FAILED)
+    for _step in range(5):
+        assert not desk.patience.may_load("one")
+        assert not desk.patience.may_load("other")
+    assert desk.counters.snapshot()["reuse_ended_breaker_total"] == 2
+    # an id may come again, as another request
+    desk.patience.finished("one")
+    assert not desk.patience.may_load("one")
+    assert desk.counters.snapshot()["reuse_ended_breaker_total"] == 3
 
 
 def test_room_is_compared_by_what_is_known_and_by_the_settings_before():
@@ -128,6 +145,20 @@ def test_room_is_compared_by_what_is_known_and_by_the_settings_before():
 
 
 # --- in vLLM's own managers
+
+
+def test_a_request_with_nothing_to_load_is_no_probe(tmp_path):
+    plan = FaultPlan()
+    with TierRig(tmp_path / "pool", plan=plan) as rig:
+        rig.put(Ask("stored", 4))
+        rig.forget_host()
+        patience = rig.tier.patience
+        patience.policies.breaker.trip(time.monotonic(), Fault.LATE)
+        time.sleep(0.6)  # a probe is due
+        assert rig.take(Ask("new", 4)) == 0
+        assert patience.policies.breaker.state is BreakerState.OPEN
+        assert rig.take(Ask("stored", 4)) == 4
+        assert patience.policies.breaker.state is BreakerState.HALF_OPEN
 
 
 def test_a_request_behind_failing_storage_computes_at_once(tmp_path):

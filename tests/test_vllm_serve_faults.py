@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.testing.damage import DAMAGES, Spot
-from tests.vllm_server import segments, serving, wait_for_new_segments
+from tests.vllm_server import GIVEN_UP, segments, serving, wait_for_new_segments
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(290)]
 
@@ -70,9 +70,11 @@ def prompt_of(seed):
 
 def stored(server, pool, prompt):
     """The computed answer, and its segments: its blocks are in the pool, and nowhere before it."""
-    before = segments(pool)
+    before, written = segments(pool), server.metric("kvdepot_store_blocks_total")
     answer = server.ask(prompt)
     assert answer.cached_tokens == 0
+    # a segment may be a straggler of the prompt before; the blocks are this one's
+    server.wait_for(written + LENGTH // BLOCK, "kvdepot_store_blocks_total")
     fresh = wait_for_new_segments(pool, before)
     server.forget()
     return answer, fresh
@@ -81,9 +83,7 @@ def stored(server, pool, prompt):
 def check_that_the_pool_is_of_use(server, pool, seed):
     prompt = prompt_of(f"after {seed}")
     computed, _ = stored(server, pool, prompt)
-    found = server.ask(prompt)
-    assert found.tokens == computed.tokens
-    assert found.cached_tokens == WHOLE
+    assert server.found(prompt, WHOLE).tokens == computed.tokens
 
 
 FAULTS = (
@@ -107,25 +107,40 @@ def test_damaged_segments(server, pool, folder, damage):
         other = folder / "disk" / "other"
         other.write_bytes(random.Random(1).randbytes(size_bytes))
         damage.apply(path, Spot(size_bytes // 2, 64, other))
-    found = server.ask(prompt)
-    assert found.tokens == computed.tokens
-    assert server.is_up()
     if damage.name == "add_byte":
         # no byte of a block that is known by its place; whoever opens the pool anew refuses it
+        found = server.ask(prompt)
+        assert found.tokens == computed.tokens
         assert found.cached_tokens in (0, WHOLE)
     else:
-        assert found.cached_tokens < WHOLE
-        server.wait_for(counted + 1, *FAULTS)
+        check_that_the_fault_is_counted(server, prompt, computed, counted)
+    assert server.is_up()
     check_that_the_pool_is_of_use(server, pool, damage.name)
 
 
-def wait_until_something_is_stored(server, pool, timeout_s=120):
-    before = segments(pool)
+def check_that_the_fault_is_counted(server, prompt, computed, counted):
+    """By the first load that reads it: one that a busy machine holds up is late before that."""
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        given_up = sum(map(server.metric, GIVEN_UP))
+        found = server.ask(prompt)
+        assert found.tokens == computed.tokens
+        assert found.cached_tokens < WHOLE
+        server.wait_for(counted + given_up + 1, *FAULTS, *GIVEN_UP)
+        if sum(map(server.metric, FAULTS)) > counted:
+            return
+        server.forget()
+    raise AssertionError(f"no fault is counted\n{server.tail()}")
+
+
+def wait_until_something_is_stored(server, timeout_s=120):
+    written = server.metric("kvdepot_store_blocks_total")
     until_s = time.monotonic() + timeout_s
-    while not segments(pool) - before:
+    while server.metric("kvdepot_store_blocks_total") == written:
         assert time.monotonic() < until_s, server.tail()
         server.ask(prompt_of(time.monotonic()))
         time.sleep(1)
+    time.sleep(2.5)  # the rest of it
 
 
 def test_missing_segments(server, pool):
@@ -134,11 +149,8 @@ def test_missing_segments(server, pool):
     counted = sum(map(server.metric, FAULTS))
     for path in fresh:
         path.unlink()
-    found = server.ask(prompt)
-    assert found.tokens == computed.tokens
-    assert found.cached_tokens < WHOLE
+    check_that_the_fault_is_counted(server, prompt, computed, counted)
     assert server.is_up()
-    server.wait_for(counted + 1, *FAULTS)
     check_that_the_pool_is_of_use(server, pool, "missing")
 
 
@@ -147,12 +159,9 @@ def test_a_deleted_pool(server, pool):
     computed, _ = stored(server, pool, prompt)
     counted = sum(map(server.metric, FAULTS))
     shutil.rmtree(pool)
-    found = server.ask(prompt)
-    assert found.tokens == computed.tokens
-    assert found.cached_tokens < WHOLE
-    server.wait_for(counted + 1, *FAULTS)
+    check_that_the_fault_is_counted(server, prompt, computed, counted)
     # it is made anew within a minute, and takes stores again
-    wait_until_something_is_stored(server, pool)
+    wait_until_something_is_stored(server)
     check_that_the_pool_is_of_use(server, pool, "deleted")
 
 
@@ -162,14 +171,12 @@ def test_a_full_disk(server, pool):
     dropped = server.metric("kvdepot_dropped_pool_full_total")
     with no_room(server, pool.parent):
         # what is there is still of use
-        found = server.ask(prompt)
-        assert found.tokens == computed.tokens
-        assert found.cached_tokens == WHOLE
+        assert server.found(prompt, WHOLE).tokens == computed.tokens
         server.ask(prompt_of("full"))
         server.wait_for(dropped + 1, "kvdepot_dropped_pool_full_total")
         assert server.is_up()
     # after trouble the pool takes no stores for some seconds
-    wait_until_something_is_stored(server, pool)
+    wait_until_something_is_stored(server)
     check_that_the_pool_is_of_use(server, pool, "full")
 
 

@@ -79,8 +79,7 @@ def test_a_server_reuses_what_another_computed_a_second_ago(pair):
     prompt = prompt_of("shared")
     computed = asked(a, pool, prompt)
     from_disk = b.cached_from("disk")
-    found = b.ask(prompt)
-    assert found.cached_tokens == WHOLE
+    found = b.found(prompt, WHOLE)
     assert found.tokens == computed.tokens
     assert b.cached_from("disk") == from_disk + WHOLE
 
@@ -89,8 +88,7 @@ def test_a_longer_prompt_reuses_the_beginning(pair):
     a, b, pool = pair
     prompt = prompt_of("longer")
     asked(a, pool, prompt)
-    found = b.ask([*prompt[:WHOLE], *prompt_of("another end")[:100]])
-    assert found.cached_tokens == WHOLE
+    b.found([*prompt[:WHOLE], *prompt_of("another end")[:100]], WHOLE)
 
 
 def test_tenants_with_other_salts_share_nothing(pair):
@@ -100,7 +98,7 @@ def test_tenants_with_other_salts_share_nothing(pair):
     assert b.ask(prompt, cache_salt="grace").cached_tokens == 0
     assert b.ask(prompt).cached_tokens == 0
     # and the same tenant does, so it was no miss of another kind
-    assert b.ask(prompt, cache_salt="ada").cached_tokens == WHOLE
+    b.found(prompt, WHOLE, cache_salt="ada")
 
 
 def kept(server, pool, seed, name):
@@ -130,8 +128,7 @@ def test_an_adapter_is_shared_by_the_servers_that_have_it(pair, folder):
         server.load_adapter("steady", place)
     prompt, ours = kept(a, pool, "steady at a", "steady")
     kept(b, pool, "steady at b", "steady")
-    found = b.ask(prompt, model="steady")
-    assert found.cached_tokens == WHOLE
+    found = b.found(prompt, WHOLE, model="steady")
     assert found.tokens == ours.tokens
     assert b.ask(prompt).cached_tokens == 0
 
@@ -164,7 +161,7 @@ def test_another_revision_of_the_model_shares_nothing(pair, folder, model):
     with serving(revised, pool, log, options=OPTIONS, arguments=ARGUMENTS) as server:
         asked(server, pool, prompt)
         server.forget()
-        assert server.ask(prompt).cached_tokens == WHOLE
+        server.found(prompt, WHOLE)
     namespaces = sorted(path.name for path in (pool / "ns").iterdir())
     assert len(namespaces) == 2
     said = run_cli("pool", "explain", str(pool), *namespaces).stdout.splitlines()

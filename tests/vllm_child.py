@@ -41,7 +41,7 @@ PLAN = FaultPlan()
 class AlwaysLoads(Patience):
     """A tiny model computes faster than anything loads; here it is the loading that is looked at."""
 
-    def may_ask(self, request):
+    def may_load(self, request):
         del request
         return True
 

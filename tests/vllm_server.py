@@ -46,6 +46,12 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+#: why a tier may compute what it could load
+GIVEN_UP = (
+    "kvdepot_reuse_ended_refused_cost_total",
+    "kvdepot_reuse_ended_deadline_total",
+    "kvdepot_reuse_ended_breaker_total",
+)
 
 
 class Answer(NamedTuple):
@@ -116,6 +122,23 @@ class Server:
             time.sleep(0.2)
         # nothing is shared until a request has had the model's files looked at, on a thread
         self.wait_for(checked + 1, "kvdepot_resets_checked_total")
+
+    def found(self, prompt: Sequence[int], whole: int, **fields: Any) -> Answer:
+        """The answer to a prompt that is in the pool and nowhere nearer, once all of it is loaded.
+
+        A tiny model computes in milliseconds. So a load that a busy machine holds up is late, or is not
+        begun because computing is quicker, and both are right. What is not right: that it goes on, or
+        that no counter says why.
+        """
+        until_s = time.monotonic() + 60
+        while time.monotonic() < until_s:
+            given_up = sum(map(self.metric, GIVEN_UP))
+            answer = self.ask(prompt, **fields)
+            if answer.cached_tokens == whole:
+                return answer
+            self.wait_for(given_up + 1, *GIVEN_UP)
+            self.forget()
+        raise AssertionError(f"never loaded: {answer.cached_tokens} of {whole}\n{self.tail()}")
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Have a LoRA adapter loaded, to be asked as a model of that name."""

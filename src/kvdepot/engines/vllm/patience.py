@@ -92,17 +92,22 @@ class Patience:
         #: of those, when they were first scheduled; gone once they have stored
         self._scheduled_s: dict[str, float] = {}
         self._probing: str | None = None
+        #: requests that compute what they could load, until they end
+        self._refused: set[str] = set()
         self._costs = CostKeeper(self.policies, clock)
         self._has_recalled = False
         self._open: list[tuple[LoadTicket, Decided]] = []
 
-    def may_ask(self, request: str) -> bool:
-        """Whether a request may look into the pool: not while the storage is left alone."""
+    def may_load(self, request: str) -> bool:
+        """Whether a request may load what it has in the pool: not while the storage is left alone."""
         if self.policies.breaker.is_closed or request == self._probing:
             return True
         if self.policies.probe_due(self._clock.monotonic_s()):
             self._probing = request
             return True
+        if request not in self._refused:  # asked about each chunk, and in each step
+            self._refused.add(request)
+            self._counters.add(f"reuse_ended_{Reason.BREAKER.value}_total")
         return False
 
     def looked_up(self, request: str, *, is_hit: bool) -> None:
@@ -220,6 +225,7 @@ class Patience:
 
     def finished(self, request: str) -> None:
         """A request has ended."""
+        self._refused.discard(request)
         self._new.pop(request, None)
         self._scheduled_s.pop(request, None)
         if request == self._probing:

@@ -218,8 +218,6 @@ class KvdepotTier(SecondaryTierManager):
         blocks = self._blocks(req_context)
         if not blocks.is_cacheable or blocks.is_given_up:
             return LookupResult.MISS
-        if not self.patience.may_ask(req_context.req_id):
-            return LookupResult.MISS
         is_held = blocks.holds(
             key,
             req_context,
@@ -234,7 +232,9 @@ class KvdepotTier(SecondaryTierManager):
                 self.counters.add("lookup_hit_blocks_total")
             if blocks.is_first(key):
                 self.patience.looked_up(req_context.req_id, is_hit=is_held)
-        return LookupResult.HIT if is_held else LookupResult.MISS
+        # asked last: only whoever has something to load can find out that storage is well again
+        may_load = is_held and self.patience.may_load(req_context.req_id)
+        return LookupResult.HIT if may_load else LookupResult.MISS
 
     @fenced(lambda: 0)
     def held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
@@ -242,10 +242,11 @@ class KvdepotTier(SecondaryTierManager):
         pool, blocks = self.pool, self._blocks(req_context)
         if pool is None or not blocks.is_cacheable or blocks.is_given_up:
             return 0
-        if not keys or not self.patience.may_ask(req_context.req_id):
+        if not keys:
             return 0
         is_chained = get_offload_group_idx(keys[0]) in self._chained
-        return blocks.prefix(keys, pool.lookup, is_chained=is_chained)
+        found = blocks.prefix(keys, pool.lookup, is_chained=is_chained)
+        return found if found and self.patience.may_load(req_context.req_id) else 0
 
     @timed
     def submit_load(self, job_metadata: TransferJob) -> None:
