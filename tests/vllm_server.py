@@ -131,14 +131,15 @@ class Server:
         that no counter says why.
         """
         until_s = time.monotonic() + 60
-        while time.monotonic() < until_s:
+        while True:
             given_up = sum(map(self.metric, GIVEN_UP))
             answer = self.ask(prompt, **fields)
             if answer.cached_tokens == whole:
                 return answer
+            if time.monotonic() > until_s:
+                raise AssertionError(f"{answer.cached_tokens} of {whole} loaded\n{self.tail()}")
             self.wait_for(given_up + 1, *GIVEN_UP)
             self.forget()
-        raise AssertionError(f"never loaded: {answer.cached_tokens} of {whole}\n{self.tail()}")
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Have a LoRA adapter loaded, to be asked as a model of that name."""
