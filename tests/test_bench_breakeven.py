@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 pytest.importorskip("aiohttp")
 
 from kvdepot.bench.breakeven import BreakEven, Curve
+from kvdepot.bench.ceilings import Ceilings, DepthRate
 from kvdepot.bench.guard_rounds import Result
 from kvdepot.bench.headlines import break_even_of
-from kvdepot.bench.page import _read_rate_text
+from kvdepot.bench.pagebreakeven import read_rate_text
 from kvdepot.bench.rows import Row
 from kvdepot.bench.scrape import Counts
 from kvdepot.bench.windows import Edge, Window
 from kvdepot.bench.words import Words
+from kvdepot.io.copyrate import CopyRate
 from kvdepot.io.hostcounters import HostCounters
 
 #: a millisecond a token
@@ -33,9 +36,16 @@ def result(name, ttft_s, reused):
     return Result(name, "a", "any", rows, [window])
 
 
-def found(ttft_s, curve=CURVE):
+DEVICE = Ceilings(reads=(DepthRate(depth=1, rate=4e5), DepthRate(depth=8, rate=1e6)))
+ROWS = (
+    CopyRate(threads=1, copy_bytes=100, rate=3e5),
+    CopyRate(threads=2, copy_bytes=100, rate=5e5),
+)
+
+
+def found(ttft_s, curve=CURVE, ceilings=DEVICE):
     results = [result("R1a", 1.0, 0), result("R2", ttft_s, 900)]
-    (only,) = break_even_of(results, curve, {"a": 1e6})
+    (only,) = break_even_of(results, curve, {"a": ceilings})
     return only
 
 
@@ -45,7 +55,26 @@ def test_what_the_tail_leaves_is_reading():
     assert each.read_rate == pytest.approx(450_000)
     assert not each.is_least_rate
     assert each.measured_speed_up == pytest.approx(1 / 0.3)
-    assert _read_rate_text(each, Words("en")) == "450 kB/s (45 %)"
+    assert (each.read_ceiling, each.least_ceiling, each.least_ceiling_rate) == (1e6, "device", 1e6)
+    assert each.ceiling_share == pytest.approx(0.45)
+    assert read_rate_text(each, Words("en")) == "450 kB/s (45 %)"
+    # 90,000 bytes at the ceiling and the tail: 0.19 s
+    assert each.predicted_speed_up == pytest.approx(1 / 0.19)
+
+
+def test_the_least_ceiling_is_the_one_that_counts():
+    copied = msgspec.structs.replace(DEVICE, copies=ROWS, copy_device="cpu")
+    each = found(0.3, ceilings=copied)
+    assert (each.read_ceiling, each.least_ceiling, each.least_ceiling_rate) == (
+        1e6, "host-to-device", 5e5,
+    )  # fmt: skip
+    assert each.ceiling_share == pytest.approx(0.9)
+    assert each.predicted_speed_up == pytest.approx(1 / 0.28)
+    far = found(0.3, ceilings=msgspec.structs.replace(copied, network=4.5e5))
+    assert (far.least_ceiling, far.ceiling_share) == ("network", pytest.approx(1.0))
+    nothing = found(0.3, ceilings=Ceilings())
+    assert (nothing.least_ceiling, nothing.ceiling_share, nothing.predicted_speed_up) == (None,) * 3
+    assert read_rate_text(nothing, Words("en")) == "450 kB/s"
 
 
 def test_reading_that_computing_hides_has_a_least_rate_only():
@@ -53,7 +82,7 @@ def test_reading_that_computing_hides_has_a_least_rate_only():
         each = found(ttft_s)
         assert each.is_least_rate
         assert each.read_rate == pytest.approx(90_000 / ttft_s)
-    assert _read_rate_text(found(0.09), Words("en")) == "at least 1 MB/s (100 %)"
+    assert read_rate_text(found(0.09), Words("en")) == "at least 1 MB/s (100 %)"
 
 
 def test_without_a_curve_it_is_the_least_too():
@@ -68,4 +97,4 @@ def test_a_rate_that_nobody_knows_is_a_dash():
         read_ceiling=None, least_bandwidth=None, predicted_speed_up=None, measured_speed_up=1.0,
         read_rate=None,
     )  # fmt: skip
-    assert _read_rate_text(unknown, Words("en")) == "-"
+    assert read_rate_text(unknown, Words("en")) == "-"

@@ -100,6 +100,17 @@ def test_a_plan_is_measured_and_reported(tmp_path, monkeypatch, capsys):
         ("closed 2", "recompute"), ("closed 2", "kvdepot"),
     ]  # fmt: skip
     assert summary.break_even[0].stored_token_bytes == summary.break_even[0].token_bytes
+    # the pool says what its blocks are, and the engine where its KV memory is
+    ceilings = summary.ceilings["kvdepot"]
+    assert len(ceilings.block_bytes) == len(set(ceilings.block_bytes)) or ceilings.block_bytes
+    assert ceilings.unit_bytes % max(ceilings.block_bytes) == 0
+    assert ceilings.reads[0].depth == 1
+    assert ceilings.copy_device == "cpu"
+    assert {each.copy_bytes for each in ceilings.copies} == {max(ceilings.block_bytes)}
+    least = ceilings.least
+    assert least is not None
+    assert least[0] in ("device", "host-to-device")
+    assert summary.break_even[0].least_ceiling == least[0]
     assert "</html>" in (out / "report.html").read_text(encoding="utf-8")
     # nothing of it names the machine's folders
     for name in ("plan.json", "summary.json", "rows.jsonl", "windows.jsonl", "report.html"):

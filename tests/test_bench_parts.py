@@ -38,7 +38,6 @@ from kvdepot.io.hostcounters import (
     page_residency,
     process_bytes,
 )
-from kvdepot.io.readrate import read_rate
 from kvdepot.io.results import ResultFolder, read_whole
 from kvdepot.testing.fakeserver import FakeServer
 from tests.bench_rig import with_client
@@ -214,14 +213,6 @@ def test_this_host_says_something(tmp_path):
     # a file system in memory keeps its pages
     assert page_residency(tmp_path) in (0.0, 1.0)
     assert page_residency(tmp_path / "none") is None
-
-
-def test_reading_a_folder_has_a_rate(tmp_path):
-    assert read_rate(tmp_path, SystemClock()) is None
-    (tmp_path / "a").write_bytes(os.urandom(3 << 20))
-    rate = read_rate(tmp_path, SystemClock(), read_bytes=1 << 20)
-    assert rate is not None
-    assert rate > 1e6
 
 
 def test_a_result_folder(tmp_path):

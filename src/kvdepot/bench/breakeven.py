@@ -8,6 +8,8 @@ from itertools import combinations
 import msgspec
 import numpy as np
 
+from kvdepot.bench.ceilings import Ceiling
+
 __all__ = ["BreakEven", "Curve", "fit_curve", "predict"]
 
 
@@ -34,7 +36,7 @@ class BreakEven(msgspec.Struct, frozen=True, kw_only=True):
     stored_token_bytes: float | None
     #: prompt tokens a second when computing
     compute_rate: float
-    #: bytes a second that the pool's files can be read at
+    #: bytes a second that the pool's files can be read at, at the best depth
     read_ceiling: float | None
     #: bytes a second below which reading never wins
     least_bandwidth: float | None
@@ -44,6 +46,11 @@ class BreakEven(msgspec.Struct, frozen=True, kw_only=True):
     read_rate: float | None
     #: it may have been more: reading could not be told from computing, and has all of the TTFT
     is_least_rate: bool = False
+    #: which ceiling is the least, and how many bytes a second it gives
+    least_ceiling: Ceiling | None = None
+    least_ceiling_rate: float | None = None
+    #: of the least ceiling, what R2 read with
+    ceiling_share: float | None = None
 
 
 def fit_curve(points: Sequence[tuple[int, float]]) -> Curve | None:

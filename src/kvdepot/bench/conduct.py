@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvdepot.bench.asking import Asker, block_tokens_of, edge_of
 from kvdepot.bench.blocks import Block, count_of, lengths_of, requests_of, rounds_of, schedule
+from kvdepot.bench.ceilings import measure_ceilings
 from kvdepot.bench.client import Client, Prompt
 from kvdepot.bench.launch import Running
 from kvdepot.bench.oracle import Shadow
@@ -15,12 +16,11 @@ from kvdepot.bench.plan import Arm, Round
 from kvdepot.bench.prompts import document_of, units_of
 from kvdepot.bench.rig import Rig
 from kvdepot.bench.rows import Kind, Row
-from kvdepot.bench.scrape import counts_of
+from kvdepot.bench.scrape import Counts, counts_of
 from kvdepot.bench.settling import settle
 from kvdepot.bench.windows import Window, compile_lines
 from kvdepot.errors import ConfigError
 from kvdepot.io.filesystem import drop_cached_pages, free_bytes_of
-from kvdepot.io.readrate import read_rate
 from kvdepot.units import format_bytes
 
 __all__ = ["Conductor"]
@@ -69,7 +69,7 @@ class Conductor:
                     continue
                 attempt = self._rig.session.attempt(block.run, block.arm.name)
                 self._block(block, rounds, attempt)
-                self._measure_ceiling(block)
+                self._measure_ceilings(block)
                 self._rig.session.mark_done(block.run, block.arm.name, name, attempt)
         finally:
             self._rig.launcher.stop()
@@ -86,15 +86,18 @@ class Conductor:
             running = self._rig.launcher.start(arm, is_fresh=is_fresh)
             asyncio.run(self._round(running, block, each, attempt))
 
-    def _measure_ceiling(self, block: Block) -> None:
-        """Once for each arm with a pool: how fast its files can be read, with nothing beside it."""
-        if block.run or not block.arm.pool:
+    def _measure_ceilings(self, block: Block) -> None:
+        """Once for each arm with a pool: the most that its storage gives, with nothing beside it."""
+        arm = block.arm
+        if block.run or not arm.pool:
             return
         self._rig.launcher.stop()
-        drop_cached_pages(block.arm.pool, "*")
-        rate = read_rate(block.arm.pool, self._rig.clock)
-        if rate is not None:
-            self._rig.session.keep_ceiling(block.arm.name, rate)
+        self._step(f"run 1, {arm.name}: measuring the ceilings of its storage")
+        said = [w.end.counts for w in self._rig.session.windows if w.arm == arm.name]
+        counts = said[-1] if said else Counts()
+        ceilings = measure_ceilings(arm, counts, self._rig.clock)
+        if ceilings is not None:
+            self._rig.session.keep_ceilings(arm.name, ceilings)
 
     async def _round(self, running: Running, block: Block, each: Round, attempt: int) -> None:
         arm = block.arm

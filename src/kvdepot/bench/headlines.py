@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from kvdepot.bench.breakeven import BreakEven, Curve, fit_curve, predict
+from kvdepot.bench.ceilings import Ceilings
 from kvdepot.bench.figures import per_run_median, tokens_of
 from kvdepot.bench.guard_rounds import Result
 from kvdepot.bench.guards import Finding, invalid
@@ -99,7 +100,7 @@ def curve_of(results: Sequence[Result]) -> Curve | None:
 
 
 def break_even_of(
-    results: Sequence[Result], curve: Curve | None, ceilings: Mapping[str, float]
+    results: Sequence[Result], curve: Curve | None, ceilings: Mapping[str, Ceilings]
 ) -> Iterator[BreakEven]:
     """Promised against measured, of each storage round."""
     for read in results:
@@ -110,7 +111,7 @@ def break_even_of(
             (r for r in results if (r.name, r.arm, _length(r)) == ("R1b", read.arm, _length(read))),
             None,
         )
-        yield _break_even(base, read, stored, curve, ceilings.get(read.arm))
+        yield _break_even(base, read, stored, curve, ceilings.get(read.arm, Ceilings()))
 
 
 def check_token_bytes(found: Sequence[BreakEven]) -> Iterator[Finding]:
@@ -125,7 +126,7 @@ def check_token_bytes(found: Sequence[BreakEven]) -> Iterator[Finding]:
 
 
 def _break_even(
-    base: Result, read: Result, stored: Result | None, curve: Curve | None, ceiling: float | None
+    base: Result, read: Result, stored: Result | None, curve: Curve | None, ceilings: Ceilings
 ) -> BreakEven:
     prompt = median([row.prompt_tokens or 0 for row in read.good])
     reused = tokens_of(read.good).reused / len(read.good)
@@ -134,14 +135,15 @@ def _break_even(
     token_bytes = next((each.token_bytes for each in counts if each.token_bytes), None)
     written = _stored_token_bytes(stored)
     width = token_bytes or written
+    ceiling, most = ceilings.least or (None, None)
     predicted = None
-    if curve is not None and width and ceiling and reused:
+    if curve is not None and width and most and reused:
         seconds = predict(
             curve,
             prompt_tokens=round(prompt),
             reused_tokens=round(reused),
             token_bytes=width,
-            read_rate=ceiling,
+            read_rate=most,
         )
         predicted = curve.seconds(round(prompt)) / seconds
     rate = prompt / computing_s
@@ -149,18 +151,22 @@ def _break_even(
     load_s = reading_s - tail_s
     # where the tail takes as long as all of it, computing and reading have run at once
     is_least = curve is None or load_s < _LOAD_SHARE_MIN * reading_s
+    read_rate = width * reused / (reading_s if is_least else load_s) if width else None
     return BreakEven(
         arm=read.arm,
         length=_length(read),
         token_bytes=token_bytes,
         stored_token_bytes=written,
         compute_rate=rate,
-        read_ceiling=ceiling,
+        read_ceiling=ceilings.read_rate,
         least_bandwidth=width * rate if width else None,
         predicted_speed_up=predicted,
         measured_speed_up=computing_s / reading_s,
-        read_rate=width * reused / (reading_s if is_least else load_s) if width else None,
+        read_rate=read_rate,
         is_least_rate=is_least,
+        least_ceiling=ceiling,
+        least_ceiling_rate=most,
+        ceiling_share=read_rate / most if read_rate is not None and most else None,
     )
 
 

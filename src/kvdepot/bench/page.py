@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvdepot.bench.breakeven import BreakEven
 from kvdepot.bench.guards import GUARDS
+from kvdepot.bench.pagebreakeven import break_even_part
 from kvdepot.bench.pageloads import contention_part, loads_part
 from kvdepot.bench.pageparts import Cell, data_table, interval_text, tail_text, with_below
 from kvdepot.bench.quantiles import Quantile
@@ -14,7 +14,6 @@ from kvdepot.bench.words import (
     Lang,
     Words,
     count_text,
-    rate_text,
     seconds_text,
     share_text,
 )
@@ -54,7 +53,7 @@ def result_page(
         *_bytes(summary, words),
         *loads_part(summary.loads, words),
         *contention_part(summary.loads, words),
-        *_break_even(summary, words),
+        *break_even_part(summary, words),
         *_record(summary, words),
     ]
     return page(f"{words('title')}: {name}", *parts, language="zh-Hans" if lang == "zh" else "en")
@@ -278,63 +277,6 @@ def _bytes(summary: Summary, words: Words) -> Iterator[Html]:
         )
     heads = ("round", "arm", "by_tokens", "loaded", "device_gave", "stored")
     yield data_table([words(head) for head in heads], rows)
-
-
-def _break_even(summary: Summary, words: Words) -> Iterator[Html]:
-    if not summary.break_even:
-        return
-    yield tag("h2", text(words("breakeven")))
-    yield paragraph(words("breakeven_lead"), class_="soft")
-    rows = []
-    for each in summary.break_even:
-        config = "-" if each.token_bytes is None else count_text(each.token_bytes)
-        written = "-" if each.stored_token_bytes is None else count_text(each.stored_token_bytes)
-        predicted = each.predicted_speed_up
-        rows.append(
-            (
-                each.arm,
-                count_text(each.length),
-                f"{config} / {written}",
-                f"{each.compute_rate:.0f}/s",
-                rate_text(each.least_bandwidth),
-                rate_text(each.read_ceiling),
-                _read_rate_text(each, words),
-                "-" if predicted is None else f"{predicted:.1f}",
-                f"{each.measured_speed_up:.1f}",
-            )
-        )
-    heads = ("arm", "tokens", "kv_bytes", "compute_rate", "least", "ceiling", "rate")
-    yield data_table(
-        [*(words(head) for head in heads), words("predicted"), words("measured")], rows
-    )
-    if summary.curve is not None:
-        yield _curve(summary, words)
-
-
-def _read_rate_text(each: BreakEven, words: Words) -> str:
-    rate = rate_text(each.read_rate)
-    if each.read_rate is None or each.read_ceiling is None:
-        return rate
-    share = f"{100 * each.read_rate / each.read_ceiling:.0f} %"
-    if each.is_least_rate:
-        return words("at_least", rate=rate, share=share)
-    return f"{rate} ({share})"
-
-
-def _curve(summary: Summary, words: Words) -> Html:
-    curve = summary.curve
-    assert curve is not None
-    last = max(tokens for tokens, _ in curve.points)
-    steps = [last * step // 40 for step in range(1, 41)]
-    return chart(
-        [
-            Line("a + bN + cN²", [(float(n), curve.seconds(n)) for n in steps]),
-            Line(words("curve"), [(float(n), s) for n, s in sorted(curve.points)], has_marks=True),
-        ],
-        Axis(words("tokens"), count_text),
-        Axis("TTFT", seconds_text),
-        describes=words("curve"),
-    )
 
 
 def _record(summary: Summary, words: Words) -> Iterator[Html]:

@@ -41,6 +41,8 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     #: of KV for a token, by the model's config
     token_bytes: int | None = None
     block_tokens: int | None = None
+    #: where the engine's KV memory is, as torch calls it
+    device: str | None = None
     #: loads that were given up, in blocks
     given_up_blocks: int | None = None
     corrupt_blocks: int | None = None
@@ -116,6 +118,7 @@ def counts_of(page: str | None) -> Counts:
         store_bytes=total("kvdepot_store_bytes_total", "kv_offload_tiering_write_bytes_total"),
         token_bytes=total("kvdepot_engine_kv_token_bytes"),
         block_tokens=total("kvdepot_engine_block_tokens") or _vllm_block(samples),
+        device=_label(samples, "kvdepot_engine_info", "device"),
         given_up_blocks=together(
             "kvdepot_load_given_up_blocks_total", "kvdepot_load_late_blocks_total"
         ),
@@ -131,11 +134,14 @@ def counts_of(page: str | None) -> Counts:
 
 def _vllm_block(samples: Samples) -> int | None:
     """vLLM tells its block size in a label; it reuses whole blocks."""
-    for name, labels in samples:
-        size = dict(labels).get("block_size", "")
-        if name == "vllm:cache_config_info" and size.isdigit():
-            return int(size)
-    return None
+    size = _label(samples, "vllm:cache_config_info", "block_size")
+    return int(size) if size and size.isdigit() else None
+
+
+def _label(samples: Samples, metric: str, label: str) -> str | None:
+    """What a metric says in a label."""
+    found = (dict(labels).get(label) for name, labels in samples if name == metric)
+    return next((value for value in found if value), None)
 
 
 def difference(after: Counts, before: Counts) -> Counts | None:
@@ -164,6 +170,7 @@ def difference(after: Counts, before: Counts) -> Counts | None:
         tokens=tokens,
         token_bytes=after.token_bytes,
         block_tokens=after.block_tokens,
+        device=after.device,
         **fields,
         **spans,
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvdepot.bench.ceilings import Ceilings, decode_ceilings, encode_ceilings
 from kvdepot.bench.places import without_folders
 from kvdepot.bench.plan import Arm, Plan, plan_digest
 from kvdepot.bench.prompts import Material, Prompts
@@ -21,7 +22,7 @@ __all__ = ["Session", "State", "open_session", "read_session"]
 
 STATE, ROWS, WINDOWS, DOCUMENTS = "plan.json", "rows.jsonl", "windows.jsonl", "documents.json"
 DONE = "done.jsonl"
-#: bytes a second that the pool's files were read at, by arm
+#: the most that storage and copies give, by arm
 CEILINGS = "ceilings.json"
 #: requests a second that arms kept up with
 SATURATION = "saturation.json"
@@ -141,14 +142,13 @@ class Session:
         """Keep them, so that a resumed run asks the very same."""
         self.folder.write(DOCUMENTS, msgspec.json.encode(documents))
 
-    def keep_ceiling(self, arm: str, rate: float) -> None:
-        """Keep an arm's read ceiling, bytes a second."""
-        self.folder.write(CEILINGS, msgspec.json.encode({**self.ceilings(), arm: rate}))
+    def keep_ceilings(self, arm: str, ceilings: Ceilings) -> None:
+        """Keep what an arm's storage and copies give at most."""
+        self.folder.write(CEILINGS, encode_ceilings({**self.ceilings(), arm: ceilings}))
 
-    def ceilings(self) -> dict[str, float]:
-        """Read ceilings by arm, bytes a second."""
-        content = self.folder.read(CEILINGS)
-        return {} if content is None else msgspec.json.decode(content, type=dict[str, float])
+    def ceilings(self) -> dict[str, Ceilings]:
+        """What storage and copies give at most, by arm."""
+        return decode_ceilings(self.folder.read(CEILINGS))
 
     def keep_noise(self, arm: str, noise: str, bytes_moved: int) -> None:
         """Keep how much foreign work was done beside an arm."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from kvdepot.bench.breakeven import BreakEven, Curve
+from kvdepot.bench.ceilings import Ceilings
 from kvdepot.bench.figures import (
     Parts,
     Times,
@@ -91,6 +92,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     break_even: list[BreakEven]
     loads: list[LoadFigures]
     files: list[str]
+    #: by arm
+    ceilings: dict[str, Ceilings] = {}
 
 
 def summarise(session: Session, *, tool: str = "kvdepot bench") -> Summary:
@@ -99,7 +102,8 @@ def summarise(session: Session, *, tool: str = "kvdepot bench") -> Summary:
     rows = _counted(session)
     results = list(_results(plan, rows, session))
     curve = curve_of(results)
-    break_even = list(break_even_of(results, curve, session.ceilings()))
+    ceilings = session.ceilings()
+    break_even = list(break_even_of(results, curve, ceilings))
     findings = unique([*_findings(plan, results, curve), *check_token_bytes(break_even)])
     figures = [_figures(result, findings, state) for result in results if result.name != "R0"]
     loads = load_figures(rows, session.windows, plan)
@@ -120,6 +124,7 @@ def summarise(session: Session, *, tool: str = "kvdepot bench") -> Summary:
         break_even=break_even,
         loads=with_verdicts(loads, findings, session.noises()),
         files=["plan.json", "rows.jsonl", "windows.jsonl", "summary.json"],
+        ceilings=ceilings,
     )
 
 

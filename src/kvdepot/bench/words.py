@@ -92,7 +92,7 @@ _TEXT: dict[str, tuple[str, str]] = {
     "max_of": ("max of {n}: {value}", "{n} 个中的最大值：{value}"),
     "token_share": ("token share", "token 复用率"),
     "capture": ("of possible", "占理论上限"),
-    "rate": ("read rate (of the ceiling)", "读取速率（占上限）"),
+    "rate": ("read rate (of the least ceiling)", "读取速率（占最低上限）"),
     "R1a": ("R1a recompute, no tier", "R1a 重新计算，无缓存层"),
     "R1b": ("R1b first ask, stores", "R1b 首次提问，写入缓存"),
     "R2": ("R2 from storage alone", "R2 仅从存储读取"),
@@ -197,7 +197,26 @@ _TEXT: dict[str, tuple[str, str]] = {
     "kv_bytes": ("KV bytes a token, config / written", "每 token KV 字节：配置 / 实写"),
     "compute_rate": ("computes", "计算速率"),
     "least": ("least bandwidth", "最低带宽"),
-    "ceiling": ("read ceiling", "读取上限"),
+    "ceiling": ("least ceiling", "最低上限"),
+    "ceiling device": ("device", "设备"),
+    "ceiling network": ("network", "网络"),
+    "ceiling host-to-device": ("host to device", "内存到设备"),
+    "ceilings": ("Ceilings", "上限"),
+    "ceilings_lead": (
+        "The most that is possible on this machine, measured with no engine running: the pool's files in "
+        "units of whole blocks with some reads at once, the link of a network file system, and copies of "
+        "the model's rows (size x threads) from host memory into the engine's KV memory. A load can be no "
+        "faster than the least of them.",
+        "本机可达到的最大值，在没有引擎运行时测得：以整块为单位、若干读取并发地读取池文件；网络文件系统的链路；"
+        "以及把模型的行（大小 × 线程数）从内存复制到引擎 KV 内存。读取不可能快于其中最低者。",
+    ),
+    "read_unit": ("one read", "单次读取"),
+    "direct": ("O_DIRECT", "O_DIRECT"),
+    "buffered": ("buffered", "经页缓存"),
+    "reads_at_once": ("reads at once: rate", "并发读取数：速率"),
+    "copies": ("host to device", "内存到设备"),
+    "into": ("into {device}:", "目标 {device}："),
+    "least_of_them": ("binds", "起约束作用者"),
     "predicted": ("predicted speed-up", "预测加速比"),
     "measured": ("measured speed-up", "实测加速比"),
     "curve": ("TTFT of N computed tokens", "计算 N 个 token 的 TTFT"),

@@ -15,6 +15,7 @@ from kvdepot.bench.compare import Comparison
 from kvdepot.bench.quantiles import Quantile
 from kvdepot.bench.summary import Summary
 from kvdepot.bench.words import rate_text, seconds_text
+from kvdepot.units import format_bytes
 
 __all__ = ["BenchShow", "print_budget", "print_comparison", "print_summary"]
 
@@ -87,16 +88,38 @@ def print_summary(summary: Summary) -> None:
             f"{ratio.estimate.value:.2f}{interval} over {ratio.estimate.runs} runs",
             highlight=False,
         )
+    _print_ceilings(console, summary)
     for read in summary.break_even:
-        if read.read_rate is not None and read.read_ceiling is not None:
+        if read.read_rate is not None and read.ceiling_share is not None:
             least = "at least " if read.is_least_rate else ""
             console.print(
                 f"R2 read rate, {read.arm}, {read.length} tokens: {least}"
-                f"{rate_text(read.read_rate)} of {rate_text(read.read_ceiling)} that the pool's files "
-                "can be read with",
+                f"{rate_text(read.read_rate)}, {read.ceiling_share:.0%} of the least ceiling "
+                f"({read.least_ceiling}, {rate_text(read.least_ceiling_rate)})",
                 highlight=False,
             )
     _print_loads(console, summary)
+
+
+def _print_ceilings(console: Console, summary: Summary) -> None:
+    if not summary.ceilings:
+        return
+    table = Table("ceilings of", "one read", "reads at once", "network", "host to device", "binds")
+    for arm, each in summary.ceilings.items():
+        least = each.least
+        table.add_row(
+            arm,
+            format_bytes(each.unit_bytes),
+            "\n".join(f"{read.depth}: {rate_text(read.rate)}" for read in each.reads),
+            rate_text(each.network),
+            "\n".join(
+                f"{format_bytes(copy.copy_bytes)} x {copy.threads}: {rate_text(copy.rate)}"
+                for copy in each.copies
+            )
+            or "-",
+            "-" if least is None else least[0],
+        )
+    console.print(table)
 
 
 def print_budget(name: str, phases: Sequence[Phase], costs: Costs) -> None:

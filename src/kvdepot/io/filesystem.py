@@ -11,6 +11,7 @@ from kvdepot.io.disk import translated
 
 __all__ = [
     "MEMORY_FILE_SYSTEMS",
+    "NETWORK_FILE_SYSTEMS",
     "drop_cached_pages",
     "file_sizes",
     "file_system_of",
@@ -19,6 +20,10 @@ __all__ = [
 
 #: file systems whose files are memory: reading them says nothing about storage
 MEMORY_FILE_SYSTEMS = frozenset({"ramfs", "tmpfs"})
+#: file systems whose bytes come over a network
+NETWORK_FILE_SYSTEMS = frozenset(
+    ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3")
+)
 
 _MOUNTS = Path("/proc/self/mountinfo")
 

@@ -19,6 +19,7 @@ __all__ = [
     "device_of",
     "environment",
     "host_counters",
+    "link_rate",
     "page_residency",
     "process_bytes",
 ]
@@ -26,6 +27,7 @@ __all__ = [
 _SECTOR_BYTES = 512
 _PAGE_BYTES = mmap.PAGESIZE
 _SAMPLED_FILE_BYTES = 64 << 20
+_NETWORK_LINKS = Path("/sys/class/net")
 
 
 class HostCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +96,18 @@ def process_bytes(pid: int) -> tuple[int, int] | None:
             totals[0] += int(read[1])
             totals[1] += int(written[1])
     return (totals[0], totals[1]) if found else None
+
+
+def link_rate() -> float | None:
+    """Bytes a second of the fastest network link that is up, the loopback aside; None where none says."""
+    speeds = [
+        int(text)
+        for path in _NETWORK_LINKS.glob("*/speed")
+        # a link that is down says -1, or nothing
+        if path.parent.name != "lo" and (text := _text(path).strip()).isdigit()
+    ]
+    # in millions of bits
+    return max(speeds) * 1e6 / 8 if any(speeds) else None
 
 
 def page_residency(folder: str | Path) -> float | None:

@@ -156,6 +156,7 @@ class _Routes:
         page.add("kvdepot_engine_requests_running", int(self._thread.is_running))
         page.add("kvdepot_engine_kv_token_bytes", self._thread.engine.token_bytes)
         page.add("kvdepot_engine_block_tokens", self._block_tokens)
+        page.add("kvdepot_engine_info", 1, f'device="{self._thread.engine.device}"')
         page.add("kvdepot_build_info", 1, f'version="{self._version}"')
         for name, count in (self._depot[0]() if self._depot is not None else {}).items():
             page.add(f"kvdepot_{name}", count, help_text=METRICS[name])

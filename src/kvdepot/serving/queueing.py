@@ -37,6 +37,8 @@ class Engine(Protocol):
 
     context_tokens: int
     token_bytes: int
+    #: where the KV memory is, as torch calls it
+    device: str
     #: asked by the engine, on its thread, for those who wait
     waiting: Callable[[], Sequence[Waiting]] | None
 

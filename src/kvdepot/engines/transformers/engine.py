@@ -101,6 +101,8 @@ class EmbeddedEngine:
         self.context_tokens: int = int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
         self._end_ids = end_ids(model, tokenizer)
         self.token_bytes: int = shape.token_bytes
+        #: where the KV memory is, as torch calls it
+        self.device: str = model.device.type
         self._runner = Runner(
             model,
             shape,
