@@ -87,11 +87,15 @@ class FakeProbe:
         self._residency = residency
 
     def host(self, pool):
-        return HostCounters()
+        moved = self._server.device_bytes
+        return HostCounters(device_read_bytes=moved["read"], device_written_bytes=moved["written"])
 
     def process(self, pid):
         moved = self._server.device_bytes
         return moved["read"], moved["written"]
+
+    def own(self):
+        return None
 
     def residency(self, pool):
         return self._residency if pool else None

@@ -184,7 +184,7 @@ def test_a_tier_that_does_harm_is_said_to(tmp_path):
         summary, rows = peaked(tmp_path, server, does, Load(name="c", kind="closed", connections=1))
     assert any("does harm" in each.reason for each in summary.findings)
     plan = summary.state.plan
-    assert list(check_loads([], rows, [], plan)) == []
+    assert list(check_loads([], rows, [], plan, {})) == []
     assert load_figures(rows, [], plan) == []
 
 

@@ -158,5 +158,6 @@ async def edge_of(client: Client, running: Running, arm: Arm, probe: Probe, cloc
         counts=counts,
         host=probe.host(arm.pool),
         process_bytes=probe.process(running.pid),
+        own=probe.own(),
         log_bytes=len(log),
     )

@@ -21,6 +21,7 @@ _CONNECT_S = 30.0
 #: an answer that takes longer has hung; the peak of an overloaded server is minutes, not hours
 _ANSWER_S = 1800.0
 _ERROR_CHARACTERS = 300
+_VERSION_CHARACTERS = 80
 #: control requests are small
 _CONTROL_S = 60.0
 
@@ -159,6 +160,16 @@ class Client:
         """The page of metrics; None where there is none."""
         body = await self._control("GET", "/metrics")
         return None if body is None else body.decode(errors="replace")
+
+    async def version(self) -> str:
+        """The server's name and version as it tells them; empty where it does not."""
+        body = await self._control("GET", "/version")
+        try:
+            told = msgspec.json.decode(body or b"", type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return ""
+        words = [told[name] for name in ("engine", "version") if isinstance(told.get(name), str)]
+        return " ".join(words)[:_VERSION_CHARACTERS]
 
     async def post(self, path: str) -> bool:
         """Send an order without a body, such as a reset; whether it was accepted."""

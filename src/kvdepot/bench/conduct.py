@@ -123,6 +123,7 @@ class Conductor:
         self._shadow = shadow
         asker = Asker(client, shadow, self._rig.session.add_row, is_alone=True)
         notes = await self._reset(client, running, each)
+        engine = await client.version()
         for seq in range(self._warm.get(place.length, 0), self._plan.warmup_requests):
             self._step(f"{name}: warm-up", adds=1)
             await self._ask(client, asker, place, seq, kind="warmup")
@@ -160,6 +161,7 @@ class Conductor:
                 page_residency=residency,
                 compile_lines=compile_lines(log[begin.log_bytes : end.log_bytes]),
                 notes=tuple(notes),
+                engine=engine,
             )
         )
 

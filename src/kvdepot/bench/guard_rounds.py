@@ -21,7 +21,6 @@ _RESIDENCY_MAX = 0.01
 _ERRORS_MAX = 0.001
 _RATE_MIN = 0.87
 _MATCH_SLACK = 0.05
-_FOREIGN_MAX = 0.02
 _WARMUPS_MIN = 3
 _MATCH_CHARACTERS = 120
 #: what claims to be reused and takes so much of the time of computing was hardly reused
@@ -50,7 +49,6 @@ def check_result(result: Result, plan: Plan) -> Iterator[Finding]:
     yield from _isolation(result)
     yield from _work(result, plan)
     yield from _warmth(result)
-    yield from _machine(result)
     yield from _errors(result)
 
 
@@ -252,19 +250,6 @@ def _warmth(result: Result) -> Iterator[Finding]:
             yield note(
                 "G8", result.name, result.arm, f"the engine's log says: {window.compile_lines[0]}"
             )
-
-
-def _machine(result: Result) -> Iterator[Finding]:
-    for window in result.windows:
-        before, after = window.begin.host, window.end.host
-        if before.swapped_pages is not None and (after.swapped_pages or 0) > before.swapped_pages:
-            yield note("G10", result.name, result.arm, "the machine swapped")
-        foreign, ours = window.foreign_read_bytes(), window.device_read_bytes()
-        if foreign and ours and foreign > _FOREIGN_MAX * ours and result.expects == "storage":
-            yield note(
-                "G10", result.name, result.arm,
-                f"others read {format_bytes(foreign)} from the pool's device",
-            )  # fmt: skip
 
 
 def _errors(result: Result) -> Iterator[Finding]:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from kvdepot.bench.ceilings import Ceilings
 from kvdepot.bench.figures import Times, Tokens, per_run_median, times_of, tokens_of
+from kvdepot.bench.guard_machine import check_machine
 from kvdepot.bench.guard_rounds import Result, check_result
 from kvdepot.bench.guards import Finding, Verdict, note, verdict_of
 from kvdepot.bench.plan import Limits, Plan
@@ -76,7 +78,11 @@ def load_figures(rows: Sequence[Row], windows: Sequence[Window], plan: Plan) -> 
 
 
 def check_loads(
-    loads: Sequence[LoadFigures], rows: Sequence[Row], windows: Sequence[Window], plan: Plan
+    loads: Sequence[LoadFigures],
+    rows: Sequence[Row],
+    windows: Sequence[Window],
+    plan: Plan,
+    ceilings: Mapping[str, Ceilings],
 ) -> Iterator[Finding]:
     """Guards over load points, and whether a tier did harm."""
     for each in loads:
@@ -84,6 +90,7 @@ def check_loads(
         mine = [w for w in windows if (w.load, w.round, w.arm) == (each.load, each.noise, each.arm)]
         result = Result(where, each.arm, "any", _rows_of(rows, mine), mine)
         yield from check_result(result, plan)
+        yield from check_machine(where, each.arm, mine, ceilings.get(each.arm))
         is_closed = mine[0].connections > 0
         if is_closed and abs(1 - each.little / each.connections) > _LITTLE_MAX:
             yield note(

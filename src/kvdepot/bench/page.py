@@ -289,6 +289,7 @@ def _record(summary: Summary, words: Words) -> Iterator[Html]:
             (words("plan_hash"), state.digest),
             (words("document"), f"{state.material} (sha256 {state.material_digest[:16]})"),
             (words("arm"), "; ".join(f"{arm.name} ({arm.role})" for arm in state.arms)),
+            *((f"{words('engine')}, {arm}", told) for arm, told in summary.engines.items()),
         ]
     )
     if state.environment:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -17,6 +17,7 @@ from kvdepot.bench.figures import (
     times_of,
     tokens_of,
 )
+from kvdepot.bench.guard_machine import check_machine
 from kvdepot.bench.guard_rounds import (
     Result,
     check_pair,
@@ -94,6 +95,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     files: list[str]
     #: by arm
     ceilings: dict[str, Ceilings] = {}
+    #: what the engines say that they are, by arm
+    engines: dict[str, str] = {}
 
 
 def summarise(session: Session, *, tool: str = "kvdepot bench") -> Summary:
@@ -104,10 +107,10 @@ def summarise(session: Session, *, tool: str = "kvdepot bench") -> Summary:
     curve = curve_of(results)
     ceilings = session.ceilings()
     break_even = list(break_even_of(results, curve, ceilings))
-    findings = unique([*_findings(plan, results, curve), *check_token_bytes(break_even)])
+    findings = unique([*_findings(plan, results, curve, ceilings), *check_token_bytes(break_even)])
     figures = [_figures(result, findings, state) for result in results if result.name != "R0"]
     loads = load_figures(rows, session.windows, plan)
-    findings = unique([*findings, *check_loads(loads, rows, session.windows, plan)])
+    findings = unique([*findings, *check_loads(loads, rows, session.windows, plan, ceilings)])
     if plan.is_indicative:
         findings = unique(
             [note("G12", "", "", "the plan is indicative: too short to decide by"), *findings]
@@ -125,6 +128,7 @@ def summarise(session: Session, *, tool: str = "kvdepot bench") -> Summary:
         loads=with_verdicts(loads, findings, session.noises()),
         files=["plan.json", "rows.jsonl", "windows.jsonl", "summary.json"],
         ceilings=ceilings,
+        engines={w.arm: w.engine for w in session.windows if w.engine},
     )
 
 
@@ -176,11 +180,17 @@ def _results(plan: Plan, rows: Sequence[Row], session: Session) -> Iterator[Resu
                 yield Result(name, arm.name, expected, some, windows)
 
 
-def _findings(plan: Plan, results: Sequence[Result], curve: Curve | None) -> Iterator[Finding]:
+def _findings(
+    plan: Plan,
+    results: Sequence[Result],
+    curve: Curve | None,
+    ceilings: Mapping[str, Ceilings],
+) -> Iterator[Finding]:
     yield from check_salts(results)
     for result in results:
         yield from check_result(result, plan)
         yield from check_parts(result)
+        yield from check_machine(result.name, result.arm, result.windows, ceilings.get(result.arm))
         recompute = recompute_beside(results, result)
         if recompute is None or result.name == "R0":
             continue

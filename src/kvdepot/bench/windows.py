@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Literal, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from kvdepot.bench.places import without_folders
 from kvdepot.bench.scrape import Counts, difference
 from kvdepot.errors import ConfigError
-from kvdepot.io.hostcounters import HostCounters, host_counters, page_residency, process_bytes
+from kvdepot.io.hostcounters import (
+    HostCounters,
+    ProcessUse,
+    host_counters,
+    own_use,
+    page_residency,
+    process_bytes,
+)
 from kvdepot.io.results import read_whole
 
 __all__ = ["Attribution", "Edge", "HostProbe", "Probe", "Window", "compile_lines", "decode_windows"]
@@ -34,6 +41,8 @@ class Edge(msgspec.Struct, frozen=True, kw_only=True):
     host: HostCounters
     #: read and written by the engine's processes, as storage saw it
     process_bytes: tuple[int, int] | None = None
+    #: of the bench and all that it has started, engines and noises too
+    own: ProcessUse | None = None
     log_bytes: int = 0
 
 
@@ -63,6 +72,8 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     compile_lines: tuple[str, ...] = ()
     connections: int = 1
     notes: tuple[str, ...] = ()
+    #: what the engine says that it is; empty where it does not say
+    engine: str = ""
 
     @property
     def span_s(self) -> float:
@@ -80,18 +91,52 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
         before, after = self.begin.host.device_read_bytes, self.end.host.device_read_bytes
         return None if before is None or after is None else after - before
 
-    def foreign_read_bytes(self) -> int | None:
-        """What others had the pool's device read meanwhile; None where that cannot be told apart."""
-        before, after = self.begin.host.device_read_bytes, self.end.host.device_read_bytes
-        if (
-            before is None
-            or after is None
-            or self.begin.process_bytes is None
-            or self.end.process_bytes is None
-        ):
+    def foreign_bytes(self) -> tuple[int, int] | None:
+        """What others had the pool's device read and write meanwhile; None where nobody can tell.
+
+        Others are neither the engine nor anything else that the bench has started.
+        """
+        device = _change(_device_bytes(self.begin), _device_bytes(self.end))
+        engine = _change(self.begin.process_bytes, self.end.process_bytes)
+        if device is None or engine is None:
             return None
-        ours = self.end.process_bytes[0] - self.begin.process_bytes[0]
-        return max(0, after - before - ours)
+        # windows of earlier releases know the engine alone
+        ours = _change(_own_bytes(self.begin), _own_bytes(self.end)) or engine
+        return max(0, device[0] - ours[0]), max(0, device[1] - ours[1])
+
+    def foreign_cpu_share(self) -> float | None:
+        """Of all processors' time, what others had; None where nobody can tell."""
+        begin, end = self.begin, self.end
+        if begin.own is None or end.own is None or self.begin.process_bytes is None:
+            return None
+        busy = _change((begin.host.cpu_busy_s,), (end.host.cpu_busy_s,))
+        if busy is None or not end.host.processors or self.span_s <= 0:
+            return None
+        stolen = (end.host.cpu_stolen_s or 0.0) - (begin.host.cpu_stolen_s or 0.0)
+        foreign_s = busy[0] + stolen - (end.own.cpu_s - begin.own.cpu_s)
+        return max(0.0, foreign_s) / (self.span_s * end.host.processors)
+
+
+def _device_bytes(edge: Edge) -> tuple[int | None, int | None]:
+    return edge.host.device_read_bytes, edge.host.device_written_bytes
+
+
+def _own_bytes(edge: Edge) -> tuple[int, int] | None:
+    return None if edge.own is None else (edge.own.read_bytes, edge.own.written_bytes)
+
+
+def _change(
+    before: Sequence[float | None] | None, after: Sequence[float | None] | None
+) -> list[Any] | None:
+    """What was added, place by place; None where a number is missing or went back."""
+    if before is None or after is None:
+        return None
+    changes = []
+    for then, now in zip(before, after, strict=True):
+        if then is None or now is None or now < then:
+            return None
+        changes.append(now - then)
+    return changes
 
 
 class Probe(Protocol):
@@ -102,6 +147,9 @@ class Probe(Protocol):
 
     def process(self, pid: int | None) -> tuple[int, int] | None:
         """Bytes that storage moved for a process and its children."""
+
+    def own(self) -> ProcessUse | None:
+        """What this process and all that it has started have used."""
 
     def residency(self, pool: str) -> float | None:
         """Share of a pool's pages in the page cache."""
@@ -118,6 +166,9 @@ class HostProbe:
 
     def process(self, pid: int | None) -> tuple[int, int] | None:
         return None if pid is None else process_bytes(pid)
+
+    def own(self) -> ProcessUse | None:
+        return own_use()
 
     def residency(self, pool: str) -> float | None:
         return page_residency(pool) if pool else None

@@ -246,6 +246,7 @@ _TEXT: dict[str, tuple[str, str]] = {
         "所有数字均来自 rows.jsonl；每一行都标明所选的原始行。",
     ),
     "environment": ("Environment", "环境"),
+    "engine": ("engine", "引擎"),
     "tool": ("measured by", "测量工具"),
     "failed": ("failed", "失败"),
 }

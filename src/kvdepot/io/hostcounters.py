@@ -10,30 +10,39 @@ import mmap
 import os
 import platform
 import re
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
 __all__ = [
     "HostCounters",
+    "ProcessUse",
     "device_of",
     "environment",
     "host_counters",
     "link_rate",
+    "own_use",
     "page_residency",
     "process_bytes",
+    "process_use",
 ]
 
 _SECTOR_BYTES = 512
 _PAGE_BYTES = mmap.PAGESIZE
 _SAMPLED_FILE_BYTES = 64 << 20
 _NETWORK_LINKS = Path("/sys/class/net")
+_THROTTLES = Path("/sys/devices/system/cpu")
+_SENSORS = Path("/sys/class/thermal")
+_MOUNT_COUNTERS = Path("/proc/self/mountstats")
+#: whose versions decide what is measured, where this interpreter has them
+_PACKAGES = ("kvdepot", "vllm", "torch", "transformers", "sglang", "lmcache")
 
 
 class HostCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Sums since the boot, at one moment."""
 
-    #: of the block device under the pool; None where there is none, as on a network file system
+    #: of the block device under the pool, or of its NFS mount; None where there is neither
     device_read_bytes: int | None = None
     device_written_bytes: int | None = None
     #: of all network interfaces but the loopback
@@ -45,6 +54,22 @@ class HostCounters(msgspec.Struct, frozen=True, kw_only=True):
     #: of processor time of all processors, in seconds
     cpu_busy_s: float | None = None
     load_average: float | None = None
+    #: of processor time that other guests of the machine got instead, in seconds
+    cpu_stolen_s: float | None = None
+    processors: int | None = None
+    #: times that processors were slowed down because they were hot
+    throttles: int | None = None
+    #: of the hottest sensor, and the mean clock of the processors: for the record
+    temperature_c: float | None = None
+    clock_mhz: float | None = None
+
+
+class ProcessUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process and those that it started have had so far; those that have ended count too."""
+
+    read_bytes: int
+    written_bytes: int
+    cpu_s: float
 
 
 def host_counters(pool: str | Path | None) -> HostCounters:
@@ -55,9 +80,13 @@ def host_counters(pool: str | Path | None) -> HostCounters:
         fields = _text(f"/sys/dev/block/{device}/stat").split()
         if len(fields) > 6:
             read, written = int(fields[2]) * _SECTOR_BYTES, int(fields[6]) * _SECTOR_BYTES
+    elif pool is not None:
+        read, written = _mount_bytes(pool)
     received, sent = _network()
     swapped = re.findall(r"^pswp(?:in|out) (\d+)$", _text("/proc/vmstat"), re.MULTILINE)
-    busy = re.match(r"cpu +(\d+) (\d+) (\d+)", _text("/proc/stat"))
+    # user, nice, system, idle, waiting for I/O, interrupts of two kinds, stolen
+    ticks = re.match(r"cpu +(\d+) (\d+) (\d+)(?: \d+){4} (\d+)", _text("/proc/stat"))
+    per_s = os.sysconf("SC_CLK_TCK")
     return HostCounters(
         device_read_bytes=read,
         device_written_bytes=written,
@@ -65,8 +94,13 @@ def host_counters(pool: str | Path | None) -> HostCounters:
         net_sent_bytes=sent,
         rdma_received_bytes=_rdma(),
         swapped_pages=sum(map(int, swapped)) if swapped else None,
-        cpu_busy_s=sum(map(int, busy.groups())) / os.sysconf("SC_CLK_TCK") if busy else None,
+        cpu_busy_s=sum(map(int, ticks.groups()[:3])) / per_s if ticks else None,
         load_average=os.getloadavg()[0],
+        cpu_stolen_s=int(ticks[4]) / per_s if ticks else None,
+        processors=os.cpu_count(),
+        throttles=_sum_of(_THROTTLES, "cpu[0-9]*/thermal_throttle/core_throttle_count"),
+        temperature_c=_hottest_c(),
+        clock_mhz=_clock_mhz(),
     )
 
 
@@ -96,6 +130,30 @@ def process_bytes(pid: int) -> tuple[int, int] | None:
             totals[0] += int(read[1])
             totals[1] += int(written[1])
     return (totals[0], totals[1]) if found else None
+
+
+def process_use(pid: int) -> ProcessUse | None:
+    """What a process and its children have read, written and computed; None where it is not told.
+
+    Of children that have ended it counts those that their parent has waited for.
+    """
+    moved = process_bytes(pid)
+    ticks = 0
+    for each in _tree(pid):
+        # the name in parentheses may have spaces and parentheses in it
+        fields = _text(f"/proc/{each}/stat").rpartition(")")[2].split()
+        # its own time in user and kernel mode, and that of children that have ended
+        ticks += sum(map(int, fields[11:15]))
+    if moved is None:
+        return None
+    return ProcessUse(
+        read_bytes=moved[0], written_bytes=moved[1], cpu_s=ticks / os.sysconf("SC_CLK_TCK")
+    )
+
+
+def own_use() -> ProcessUse | None:
+    """`process_use` of this process."""
+    return process_use(os.getpid())
 
 
 def link_rate() -> float | None:
@@ -137,9 +195,58 @@ def environment() -> dict[str, str]:
         "cores": str(len(os.sched_getaffinity(0))),
         "memory_bytes": str(int(memory[1]) * 1024) if memory else "",
         "governor": governor,
+        "swap_used_bytes": _swap_used(),
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", ""),
     }
+    found |= {name: version for name in _PACKAGES if (version := _version(name))}
     return {name: value for name, value in found.items() if value}
+
+
+def _swap_used() -> str:
+    kb = dict(re.findall(r"^(Swap\w+):\s*(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE))
+    if "SwapTotal" not in kb or "SwapFree" not in kb:
+        return ""
+    return str((int(kb["SwapTotal"]) - int(kb["SwapFree"])) * 1024)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _mount_bytes(pool: str | Path) -> tuple[int | None, int | None]:
+    """Bytes that an NFS mount has had from and sent to its server, whoever asked for them."""
+    place = Path(pool).resolve()
+    found: tuple[int | None, int | None] = None, None
+    depth = -1
+    for part in _text(_MOUNT_COUNTERS).split("device ")[1:]:
+        point = re.match(r"\S+ mounted on (\S+) with fstype nfs", part)
+        # read and written by programs, with O_DIRECT, and then with the server
+        moved = re.search(r"^\s*bytes:\s+(?:\d+ ){4}(\d+) (\d+)", part, re.MULTILINE)
+        if point and moved and place.is_relative_to(point[1]):
+            parts = len(Path(point[1]).parts)
+            found, depth = (
+                ((int(moved[1]), int(moved[2])), parts) if parts > depth else (found, depth)
+            )
+    return found
+
+
+def _sum_of(root: Path, pattern: str) -> int | None:
+    texts = [text for path in root.glob(pattern) if (text := _text(path).strip()).isdigit()]
+    return sum(map(int, texts)) if texts else None
+
+
+def _hottest_c() -> float | None:
+    texts = [_text(path).strip() for path in _SENSORS.glob("thermal_zone*/temp")]
+    # in thousandths
+    return max((int(text) / 1000 for text in texts if text.isdigit()), default=None)
+
+
+def _clock_mhz() -> float | None:
+    found = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    return sum(map(float, found)) / len(found) if found else None
 
 
 def _tree(pid: int) -> list[int]:

@@ -210,6 +210,8 @@ class _Connection(asyncio.Protocol):
             self._reply(200, msgspec.json.encode({"count": count, "tokens": ids}))
         elif path == "/metrics":
             self._reply(200, self._server.page())
+        elif path == "/version":
+            self._reply(200, b'{"version": "1.0", "engine": "fake"}')
         elif path in ("/health", "/drain"):
             self._reply(200, b"{}")
         else:
