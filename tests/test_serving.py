@@ -48,6 +48,7 @@ class ScriptedEngine:
 
     context_tokens = 512
     token_bytes = 1024
+    device = "cpu"
 
     def __init__(self):
         self.go = threading.Event()
@@ -231,6 +232,7 @@ def test_a_full_queue_refuses_at_once_and_a_metric_counts_it():
     lines = page.splitlines()
     assert 'kvdepot_engine_requests_total{status="refused"} 1.0' in lines
     assert 'kvdepot_engine_requests_total{status="answered"} 2.0' in lines
+    assert 'kvdepot_engine_info{device="cpu"} 1' in lines
     assert 'kvdepot_engine_prompt_tokens_total{source="computed"} 14.0' in lines
     assert 'kvdepot_engine_prompt_tokens_total{source="disk"} 4.0' in lines
     assert "kvdepot_load_bytes_total 5" in lines

@@ -113,7 +113,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
         if busy is None or not end.host.processors or self.span_s <= 0:
             return None
         stolen = (end.host.cpu_stolen_s or 0.0) - (begin.host.cpu_stolen_s or 0.0)
-        foreign_s = busy[0] + stolen - (end.own.cpu_s - begin.own.cpu_s)
+        foreign_s: float = busy[0] + stolen - (end.own.cpu_s - begin.own.cpu_s)
         return max(0.0, foreign_s) / (self.span_s * end.host.processors)
 
 
