@@ -16,7 +16,7 @@ from kvdepot.bench.secondengine import SecondEngine
 from kvdepot.bench.session import open_session
 from kvdepot.bench.summary import summarise
 from kvdepot.clock import SystemClock
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, KvdepotError
 from kvdepot.io.results import ResultFolder
 from kvdepot.testing.fakeserver import FakeBehaviour, FakeServer
 from tests.bench_rig import FakeLauncher, FakeProbe
@@ -91,6 +91,16 @@ def test_it_asks_first_and_follows_up_until_it_is_ended(tmp_path):
         assert engine.bytes_moved == 1024 * 16 * round(engine.bytes_moved / 16384)
         time.sleep(0.1)
         assert len(other.requests) == count
+
+
+def test_one_that_does_not_answer_is_no_noise(tmp_path):
+    fails = {"kvdepot": FakeBehaviour(fails_every=1)}
+    with FakeServer() as first, FakeServer() as other, ResultFolder(tmp_path / "out") as folder:
+        session = open_session(folder, PLAN, [ARM], shipped_material(), version="1", wall_s=0.0)
+        second = OneMore(other, fails)
+        with pytest.raises(KvdepotError, match=r"C5: .* kvdepot failed: .*programmed failure"):
+            SecondEngine(rig_of(session, first, second), NOISE, ARM, TRAFFIC).__enter__()
+    assert second.stops == 1
 
 
 def test_an_arm_that_nobody_can_start_twice_is_refused(tmp_path):

@@ -230,6 +230,7 @@ class LoadRunner:
                 window,
                 planned=len(turns),
                 attribution="usage" if is_told else "window" if end.counts.tokens else "none",
+                engine=await client.version(),
             )
         )
         return rows

@@ -16,11 +16,13 @@ from kvdepot.bench.plan import Arm, Load, Noise, Traffic
 from kvdepot.bench.rig import Rig
 from kvdepot.bench.scrape import counts_of
 from kvdepot.bench.traffic import session_turns
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, KvdepotError
 
 __all__ = ["SecondEngine"]
 
 _END_S = 120.0
+#: for its first answer; a request is given up by the client before that
+_FIRST_S = 900.0
 
 
 class SecondEngine:
@@ -32,8 +34,11 @@ class SecondEngine:
         arm: that is measured.
         traffic: what it asks, with salts of its own.
 
+    Entering blocks until it has answered once, so that the load beside it is measured with it at work.
+
     Raises:
         ConfigError: on entering, when nobody can start a second engine of the arm.
+        KvdepotError: on entering, when it does not answer.
     """
 
     def __init__(self, rig: Rig, noise: Noise, arm: Arm, traffic: Traffic) -> None:
@@ -43,6 +48,9 @@ class SecondEngine:
         self._traffic = traffic
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        #: it has answered, or has failed to
+        self._has_begun = threading.Event()
+        self._error = "no answer"
         #: answers so far
         self.requests = 0
         #: that its tier has loaded and stored; 0 where it does not say
@@ -61,6 +69,13 @@ class SecondEngine:
             target=lambda: asyncio.run(self._keep_asking(running)), name="second-engine"
         )
         self._thread.start()
+        self._has_begun.wait(_FIRST_S)
+        if not self.requests:
+            self.__exit__()
+            raise KvdepotError(
+                f"noise {self._noise.name}: the second engine of arm {self._arm.name} failed: "
+                f"{self._error}"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,11 +86,19 @@ class SecondEngine:
             self._rig.second.stop()
 
     async def _keep_asking(self, running: Running) -> None:
-        async with self._rig.client(running, self._arm) as client:
-            number = 0
-            while not self._stop.is_set():
-                await self._ask_round(client, number)
-                number += 1
+        try:
+            async with self._rig.client(running, self._arm) as client:
+                number = 0
+                while not self._stop.is_set():
+                    await self._ask_round(client, number)
+                    number += 1
+                # what it has stored counts once it is written
+                for path in self._arm.settles:
+                    await client.post(path)
+                counts = counts_of(await client.metrics())
+                self.bytes_moved = (counts.load_bytes or 0) + (counts.store_bytes or 0)
+        finally:
+            self._has_begun.set()
 
     async def _ask_round(self, client: Client, number: int) -> None:
         salt = self._rig.session.salt("second engine", self._arm.name, self._noise.name, number)
@@ -86,5 +109,5 @@ class SecondEngine:
                 break
             answer = await client.ask(Prompt(turn.item.text, turn.item.output_tokens, salt))
             self.requests += not answer.error
-        counts = counts_of(await client.metrics())
-        self.bytes_moved = (counts.load_bytes or 0) + (counts.store_bytes or 0)
+            self._error = answer.error
+            self._has_begun.set()
