@@ -16,7 +16,7 @@ def run_python(
     *arguments: str,
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = 110,
 ) -> subprocess.CompletedProcess[str]:
     """Run `code` in a child that can import kvdepot; `env` replaces the whole environment."""
     prelude = f"import sys; sys.path[:0] = [{str(SOURCE)!r}, {str(ROOT)!r}]\n"
@@ -35,7 +35,7 @@ def run_cli(
     *arguments: str,
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = 110,
 ) -> subprocess.CompletedProcess[str]:
     """Run the `kvdepot` command from the source tree; `env` is added to the environment."""
     return subprocess.run(

@@ -25,10 +25,13 @@ GROUPS = (4096, 8192)
 
 
 class Rig:
-    """A depot on a disk with faults, whose engine takes `token_s` for a token."""
+    """A depot on a disk with faults, whose engine takes `token_s` for a token.
+
+    Computing takes so long that a load pays even where a busy machine has stood still in it.
+    """
 
     def __init__(
-        self, folder, engine: ToyEngine, *, token_s: float = 0.01, rows: int = 64, **policies
+        self, folder, engine: ToyEngine, *, token_s: float = 0.1, rows: int = 64, **policies
     ):
         self.engine = engine
         self.faults = FaultPlan()
@@ -65,7 +68,7 @@ class Rig:
     def plan(self, tokens, **settings) -> plans.Plan:
         return self.depot.plan(self.engine.keys(tokens), prompt_tokens=len(tokens), **settings)
 
-    def read(self, found: chunks.ChunkRestore, tokens, *, timeout_s: float = 10.0) -> list[int]:
+    def read(self, found: chunks.ChunkRestore, tokens, *, timeout_s: float = 60.0) -> list[int]:
         """All blocks that come, checked; their numbers in the order of their coming."""
         came: list[int] = []
         give_up_at = time.monotonic() + timeout_s
@@ -80,7 +83,7 @@ class Rig:
             came += range(chunk.first, chunk.first + chunk.blocks)
         return came
 
-    def wait_until_planned(self, tokens, *, timeout_s: float = 15.0) -> bool:
+    def wait_until_planned(self, tokens, *, timeout_s: float = 60.0) -> bool:
         """Until requests get the whole prefix again, as they come ten times a second."""
         give_up_at = time.monotonic() + timeout_s
         while time.monotonic() < give_up_at:

@@ -127,6 +127,7 @@ class PoolSubject(TierSubject):
     """How the conformance checks reach a pool on local folders."""
 
     counts_io = True
+    discover_s = 30.0  # on a slow machine too
     roots = 1
     direct: Literal["auto", "on", "off"] = "auto"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import time
 
@@ -24,10 +25,12 @@ from kvdepot.clock import SystemClock
 from kvdepot.errors import ConfigError
 from kvdepot.testing.fakeserver import FakeBehaviour, FakeServer
 from tests.bench_rig import spawned_fake, with_client
+from tests.tries import in_one_try_of, in_some_try
 
 TEXT = "x" * 4 * 160
 
 
+@in_one_try_of(5)
 def test_times_and_counts_are_the_programmed_ones():
     does = FakeBehaviour(base_s=0.1, token_s=0.001, gap_s=0.02, keeps=("disk",))
     with FakeServer(does) as server:
@@ -124,6 +127,7 @@ def test_a_stream_is_parsed_wherever_it_is_cut():
     assert usage_of({"prompt_tokens": "3"}) is None
 
 
+@in_one_try_of(5)
 def test_an_open_loop_counts_from_the_intended_time():
     # one slot, 0.1 s each, all due at once: a client that waited for its turn would see 0.1 s each time
     with FakeServer(FakeBehaviour(base_s=0.1, slots=1)) as server:
@@ -159,6 +163,7 @@ def test_a_closed_loop_holds_its_connections_and_a_turn_waits_for_the_one_before
     assert times["a1"] - times["a0"] >= 0.07
 
 
+@in_one_try_of(5)
 def test_a_turn_in_an_open_loop_is_due_when_its_person_is_ready():
     async def send(item, due_s):
         await asyncio.sleep(0.05)
@@ -217,16 +222,37 @@ def test_the_client_adds_little_to_64_fast_streams():
         async def scenario(client):
             return await asyncio.gather(*(client.ask(Prompt("hello", tokens)) for _ in range(64)))
 
-        # what the machine's other work adds is no fault of the client's: the best of some tries
-        best = 1e9
-        for _ in range(4):
+        def mean_gap_s(streams):
+            assert all(len(times_s) == tokens for times_s in streams)
+            return statistics.mean((t[-1] - t[0]) / (len(t) - 1) for t in streams)
+
+        # what the machine's other work adds is no fault of the client's: the best of some tries, and
+        # no more than what a reader sees at the same time that does nothing but note when bytes came
+        def attempt():
             answers = with_client(url, scenario)
-            gaps = [
-                (a.stream.times_s[-1] - a.stream.times_s[0]) / (len(a.stream.times_s) - 1)
-                for a in answers
-            ]
-            assert all(len(a.stream.times_s) == tokens for a in answers)
-            best = min(best, statistics.mean(gaps))
-            if best <= 1.05 * gap_s:
-                break
-    assert best <= 1.05 * gap_s
+            ours_s = mean_gap_s([answer.stream.times_s for answer in answers])
+            bare_s = mean_gap_s(asyncio.run(bare_streams(url, 64, tokens)))
+            assert ours_s <= 1.05 * max(gap_s, bare_s)
+
+        in_some_try(attempt)
+
+
+async def bare_streams(url, count, tokens):
+    """When each token of some streams came, seen without any client."""
+    body = json.dumps({"prompt": "hello", "max_tokens": tokens, "stream": True}).encode()
+    host, port = url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    async def one():
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + body)
+        times_s: list[float] = []
+        while len(times_s) < tokens:
+            line = await reader.readline()
+            assert line, "the server ended"
+            if b'"text"' in line:
+                times_s.append(time.monotonic())
+        writer.close()
+        return times_s
+
+    return await asyncio.gather(*(one() for _ in range(count)))

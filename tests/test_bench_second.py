@@ -79,7 +79,7 @@ def test_it_asks_first_and_follows_up_until_it_is_ended(tmp_path):
         session = open_session(folder, PLAN, [ARM], shipped_material(), version="1", wall_s=0.0)
         rig = rig_of(session, first, OneMore(other, DOES))
         with SecondEngine(rig, NOISE, ARM, TRAFFIC) as engine:
-            until_s = time.monotonic() + 20
+            until_s = time.monotonic() + 60
             while engine.requests < 14 and time.monotonic() < until_s:
                 time.sleep(0.01)
         count = len(other.requests)

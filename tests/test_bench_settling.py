@@ -14,6 +14,7 @@ from kvdepot.bench.settling import settle
 from kvdepot.clock import SystemClock
 from kvdepot.testing.fakeserver import FakeServer
 from tests.bench_rig import with_client
+from tests.tries import in_one_try_of
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,7 @@ def test_the_engines_word_is_taken():
     assert settled(Arm(name="a", role="tier", settles=("/drain", "/nowhere"))) is False
 
 
+@in_one_try_of(5)
 def test_a_pool_that_is_still_written_is_waited_for(tmp_path):
     folder = tmp_path / "ns"
     folder.mkdir()
@@ -54,6 +56,7 @@ def test_a_pool_that_is_still_written_is_waited_for(tmp_path):
     assert names == {"0", "1", "2", "3", "4"}
 
 
+@in_one_try_of(5)
 def test_a_pool_that_never_stands_still_is_said_to(tmp_path, monkeypatch):
     monkeypatch.setattr("kvdepot.bench.settling._WAIT_MAX_S", 0.5)
     stop = threading.Event()

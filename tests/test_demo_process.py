@@ -133,7 +133,7 @@ def test_an_arm_that_hangs_is_given_up_and_killed(run, monkeypatch):
         arm.wait_ready(lambda _: None)
     started_s = time.monotonic()
     arm.end()
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 60
     assert not is_running(arm.pid)
 
 

@@ -18,6 +18,7 @@ from kvdepot.demo.run import DemoSettings, run_demo
 from kvdepot.errors import ConfigError, KvdepotError
 from kvdepot.io.models import ModelFiles
 from tests.demo_samples import FACTS, READY, answered, result
+from tests.tries import in_one_try_of
 
 TEXT = "The crane lifts 12 t. The hook is red. Inspect it every 90 days.\n" * 25
 
@@ -349,6 +350,8 @@ def test_bad_arguments_end_with_one_line_before_anything_starts(
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.timeout(400)
+@in_one_try_of(3)
 def test_the_demo_runs_with_real_processes_and_a_tiny_model(tmp_path, monkeypatch, capsys):
     from tests.tiny_models import save_tiny, tiny_config
 

@@ -5,7 +5,6 @@ The toy engine is the oracle: it recomputes the right bytes of every block.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from kvdepot.keys import root_key
 from kvdepot.testing.toy import ToyEngine, toy_identity
 from kvdepot.units import MIB
 from tests.pool_rig import pool_config, segment_files
+from tests.tries import eventually
 
 BLOCKS = 24
 GROUPS = (4096, 8192, 5120)
@@ -64,7 +64,7 @@ def test_another_process_gets_every_byte_from_the_disk(tmp_path: Path, engine: T
         assert store(depot, engine, tokens) == BLOCKS * len(GROUPS)
         assert depot.lookup(engine.keys(tokens)).tiers == ("host",) * BLOCKS
         assert store(depot, engine, tokens) == 0
-        assert depot.drain(10)
+        assert depot.drain(60)
     with open_depot(tmp_path / "p", engine) as depot:
         hit = depot.lookup(engine.keys(tokens))
         assert hit == (BLOCKS, ("disk",) * BLOCKS)
@@ -83,7 +83,7 @@ def test_a_host_buffer_smaller_than_the_request_serves_it(
     tokens = engine.prompt(2, BLOCKS)
     with open_depot(tmp_path / "p", engine) as depot:
         store(depot, engine, tokens)
-        assert depot.drain(10)
+        assert depot.drain(60)
     host_bytes = rows * (4096 + 8192 + 8192)
     with open_depot(tmp_path / "p", engine, host_bytes) as depot:
         for _ in range(2):
@@ -97,7 +97,7 @@ def test_a_missing_block_of_one_group_ends_the_prefix(tmp_path: Path, engine: To
     tokens = engine.prompt(3, BLOCKS)
     with open_depot(tmp_path / "p", engine) as depot:
         store(depot, engine, tokens)
-        assert depot.drain(10)
+        assert depot.drain(60)
     for path in segment_files(tmp_path / "p"):
         # the payloads of the last blocks of the last group lie last
         content = bytearray(path.read_bytes())
@@ -133,19 +133,19 @@ def test_a_released_restore_gives_all_rows_back(tmp_path: Path, engine: ToyEngin
     tokens = engine.prompt(5, BLOCKS)
     with open_depot(tmp_path / "p", engine) as depot:
         store(depot, engine, tokens)
-        assert depot.drain(10)
+        assert depot.drain(60)
     with open_depot(tmp_path / "p", engine) as depot:
         restore = depot.restore(engine.keys(tokens))
         next(iter(restore.runs(0)))
         restore.release()
         restore.release()
-        assert depot.drain(10)
-        for _ in range(500):
+        assert depot.drain(60)
+
+        def is_all_back():
             depot.drain(1)
-            time.sleep(0.01)
-            if all(host.counts()[2] == 0 for host in depot.hosts):
-                break
-        assert [host.counts()[2] for host in depot.hosts] == [0] * len(GROUPS)
+            return all(host.counts()[2] == 0 for host in depot.hosts)
+
+        assert eventually(is_all_back)
 
 
 def test_without_a_pool_the_host_tier_serves(engine: ToyEngine) -> None:

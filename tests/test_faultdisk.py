@@ -183,11 +183,11 @@ def test_a_held_call_waits_for_the_barrier(rig):
     barrier = rig.plan.hold("remove")
     thread = threading.Thread(target=rig.disk.remove, args=("file",))
     thread.start()
-    assert barrier.wait_reached(10)
+    assert barrier.wait_reached(60)
     assert "file" in rig.inner.names()
     assert not barrier.wait_reached(0.01)
     barrier.open()
-    thread.join(10)
+    thread.join(60)
     assert "file" not in rig.inner.names()
 
 
@@ -195,9 +195,9 @@ def test_clear_lets_held_calls_go(rig):
     barrier = rig.plan.hold("remove")
     thread = threading.Thread(target=rig.disk.remove, args=("file",))
     thread.start()
-    assert barrier.wait_reached(10)
+    assert barrier.wait_reached(60)
     rig.plan.clear()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

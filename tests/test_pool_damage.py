@@ -27,6 +27,7 @@ from kvdepot.testing.faults import FaultDisk, FaultPlan
 from kvdepot.testing.toy import ToyEngine, toy_identity
 from kvdepot.tiers import Outcome
 from tests.pool_rig import ask, find_blocks, pool_config, put, segment_files, tmp_files
+from tests.tries import eventually
 
 DONE, MISS, CORRUPT, FAILED = Outcome.DONE, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED
 BLOCKS = 6
@@ -203,13 +204,12 @@ def test_blocks_come_back_when_the_storage_recovers(rig):
     with opened(rig, lease_s=0.1, discover_interval_s=60.0) as tier:
         assert set(ask(tier, rig.engine, rig.prompts[0])) == {MISS}
         rig.plan.clear()
-        for _ in range(50):
-            tier.tick()
-            if tier.lookup(rig.engine.keys(rig.prompts[0])) == BLOCKS:
-                break
-            import time
 
-            time.sleep(0.05)
+        def has_come_back():
+            tier.tick()
+            return tier.lookup(rig.engine.keys(rig.prompts[0])) == BLOCKS
+
+        assert eventually(has_come_back)
         assert set(ask(tier, rig.engine, rig.prompts[0])) == {DONE}
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from kvdepot.testing.simclock import FakeClock
 from kvdepot.testing.toy import ToyEngine
 from kvdepot.tiers import Outcome
 from tests.pool_rig import pool_config, segment_files, tmp_files
+from tests.tries import eventually
 
 
 class NoListener:
@@ -54,15 +53,6 @@ def open_root(folder: Path, engine: ToyEngine, **settings) -> Root:
     )
     root.start(index_s=1)
     return root
-
-
-def eventually(is_so: Callable[[], bool], within_s: float = 10) -> bool:
-    give_up_at = time.monotonic() + within_s
-    while time.monotonic() < give_up_at:
-        if is_so():
-            return True
-        time.sleep(0.02)
-    return is_so()
 
 
 def test_two_writers_claims_never_add_up_to_more_than_the_capacity(
@@ -97,22 +87,22 @@ def test_a_pool_deleted_while_in_use_begins_anew(tmp_path: Path, engine: ToyEngi
     tokens = engine.prompt(1, 8)
     with PoolTier.open(config, engine.identity) as tier:
         tier.store(engine.writes(tokens))
-        assert tier.drain(10)
+        assert tier.drain(60)
         shutil.rmtree(place)
         assert eventually(lambda: tier.lookup(engine.keys(tokens)) == 0)
         reads = engine.reads(tokens)
         job = tier.load(reads)
-        assert job.wait(10)
+        assert job.wait(60)
         assert set(job.outcomes) == {Outcome.MISS}
         assert eventually((place / "pool.json").exists)
         tier.store(engine.writes(tokens))
-        assert tier.drain(10)
+        assert tier.drain(60)
         assert tier.lookup(engine.keys(tokens)) == 8
     with PoolTier.open(config, engine.identity) as tier:
         assert tier.lookup(engine.keys(tokens)) == 8
         reads = engine.reads(tokens)
         job = tier.load(reads)
-        assert job.wait(10)
+        assert job.wait(60)
         engine.check(reads, job.outcomes)
 
 
@@ -186,7 +176,7 @@ def test_chains_are_known_again_after_a_restart(tmp_path: Path, engine: ToyEngin
     with PoolTier.open(config, engine.identity) as tier:
         for write in engine.writes(tokens):
             tier.store([write])
-            assert tier.drain(10)
+            assert tier.drain(60)
     with PoolTier.open(config, engine.identity) as tier:
         (root,) = tier.roots
         found = tier._table.parents_of_segments(root)
@@ -224,7 +214,7 @@ def test_uses_are_written_down_prefix_last(tmp_path: Path, engine: ToyEngine) ->
     with PoolTier.open(config, engine.identity) as tier:
         for write in engine.writes(tokens):
             tier.store([write])
-            assert tier.drain(10)
+            assert tier.drain(60)
         paths = sorted(segment_files(tmp_path), key=lambda path: path.name)
         assert len(paths) == 6
         for path in paths:

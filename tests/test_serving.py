@@ -39,6 +39,7 @@ from kvdepot.serving.running import serve_embedded  # noqa: E402
 from kvdepot.serving.settings import ServerSettings, decode_settings  # noqa: E402
 from kvdepot.serving.wire import ApiError, decode_ask  # noqa: E402
 from tests.tiny_models import save_tiny  # noqa: E402
+from tests.tries import in_one_try_of  # noqa: E402
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -209,7 +210,7 @@ def test_a_full_queue_refuses_at_once_and_a_metric_counts_it():
             asyncio.ensure_future(post(session, "/v1/completions", prompt="a", max_tokens=1))
             for _ in range(1)
         ]
-        await asyncio.to_thread(engine.begun.wait, 10)
+        await asyncio.to_thread(engine.begun.wait, 60)
         running.append(
             asyncio.ensure_future(post(session, "/v1/completions", prompt="b", max_tokens=1))
         )
@@ -245,7 +246,7 @@ def test_a_client_that_leaves_frees_the_engine():
         leaving = asyncio.ensure_future(
             post(session, "/v1/completions", prompt="a", max_tokens=1000, stream=True)
         )
-        await asyncio.to_thread(engine.begun.wait, 10)
+        await asyncio.to_thread(engine.begun.wait, 60)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         await asyncio.sleep(0.2)  # for the server to see the connection close
@@ -399,7 +400,7 @@ def pool_settings(tmp_path, folder, **more):
 
 def counters(url):
     """The depot's counters, by their names in `METRICS`."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         lines = [line.split() for line in response.read().decode().splitlines()]
     values = {name: float(value) for name, value in (each for each in lines if len(each) == 2)}
     return {name: values[f"kvdepot_{name}"] for name in METRICS}
@@ -491,7 +492,7 @@ def test_a_second_process_reuses_what_the_first_one_stored(tmp_path):
     try:
         first = ask(url, "a")
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{url}/v1/completions", b"{}", timeout=10)
+            urllib.request.urlopen(f"{url}/v1/completions", b"{}", timeout=60)
         assert caught.value.code == 400
         caught.value.close()
     finally:
@@ -513,6 +514,8 @@ def test_a_second_process_reuses_what_the_first_one_stored(tmp_path):
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.timeout(300)
+@in_one_try_of(3)
 def test_who_waits_is_read_ahead_for_while_another_one_is_answered(tmp_path):
     folder = save_tiny(tmp_path / "model")
     settings = pool_settings(tmp_path, folder)
@@ -545,7 +548,7 @@ def test_a_prompt_that_cannot_be_read_ahead_harms_nobody_else():
 
     async def scenario(session):
         first = asyncio.ensure_future(post(session, "/v1/completions", prompt="a", max_tokens=1))
-        await asyncio.to_thread(engine.begun.wait, 10)
+        await asyncio.to_thread(engine.begun.wait, 60)
         engine.bad_text = "bad"
         others = [
             asyncio.ensure_future(post(session, "/v1/completions", prompt=prompt, max_tokens=1))

@@ -18,6 +18,7 @@ from kvdepot.engines.vllm.handover import Handover, Step
 from kvdepot.engines.vllm.moving import LOAD_CHUNKS, STORE_CHUNKS
 from kvdepot.testing.damage import flip_byte
 from tests.pool_rig import find_blocks
+from tests.tries import in_one_try_of
 from tests.vllm_rig import Ask, TierRig, row_identity
 
 pytestmark = pytest.mark.vllm
@@ -35,7 +36,7 @@ class Gate:
         self._open = threading.Event()
         self._reached = threading.Event()
         assert handover.put(self._step)
-        assert self._reached.wait(30)
+        assert self._reached.wait(60)
 
     def open(self) -> None:
         self._open.set()
@@ -76,7 +77,7 @@ def test_a_lookup_right_after_a_store_is_a_miss_and_does_not_wait(rig):
     gate.open()
     rig.end(ask)
     rig.wait_idle()
-    assert rig.tier.pool.drain(30)
+    assert rig.tier.pool.drain(60)
     rig.forget_host()
     assert rig.take(Ask("a", 4)) == 4
 
@@ -91,7 +92,7 @@ def test_a_reset_does_not_wait_for_the_thread_and_nothing_is_stored_later(rig, m
     rig.manager.reset_cache()
     assert len(rig.tier.jobs) == 0
     gate.open()
-    rig.tier.jobs.close(30)
+    rig.tier.jobs.close(60)
     assert sizes == [], "the rows are others' by now"
 
 
@@ -106,7 +107,7 @@ def test_a_reset_between_two_parts_ends_the_job_behind_the_first(rig, monkeypatc
         # what comes behind the first part waits at the gate
         if not held:
             held.append(threading.Event())
-            assert held[0].wait(30)
+            assert held[0].wait(60)
         return job
 
     monkeypatch.setattr(rig.tier.pool, "store", first_part)
@@ -115,11 +116,11 @@ def test_a_reset_between_two_parts_ends_the_job_behind_the_first(rig, monkeypatc
     rig.store(ask)
     while not held:
         time.sleep(0.001)
-    threading.Timer(0.2, held[0].set).start()
     began_s = time.monotonic()
+    threading.Timer(0.2, held[0].set).start()
     rig.manager.reset_cache()
     assert time.monotonic() - began_s >= 0.15, "the part that is being begun is waited for"
-    jobs.close(30)
+    jobs.close(60)
     assert sizes == [STORE_CHUNKS]
 
 
@@ -143,10 +144,10 @@ def test_an_end_that_the_thread_does_not_reach_is_short_and_touches_no_row(tmp_p
     rig.store(ask)
     began_s = time.monotonic()
     rig.manager.shutdown()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 30
     assert rig.tier.jobs.quiesce(0.0)
     gate.open()
-    rig.tier.jobs._handover._thread.join(30)
+    rig.tier.jobs._handover._thread.join(60)
     assert sizes == []
 
 
@@ -162,7 +163,7 @@ def test_a_request_that_ends_before_the_thread_has_seen_its_store_keeps_its_rows
     assert rig.manager._jobs, "vLLM must not give the rows to others"
     gate.open()
     rig.wait_idle()
-    assert rig.tier.pool.drain(30)
+    assert rig.tier.pool.drain(60)
     rig.forget_host()
     assert rig.take(Ask("a", 4)) == 0, "it was stored under the keys of its adapter"
     again = Ask("a", 4)
@@ -205,6 +206,7 @@ def test_a_damaged_block_in_a_later_part_ends_the_prefix_there(tmp_path):
         assert rig.take(Ask("a", LONG)) == bad
 
 
+@in_one_try_of(5)
 def test_parts_that_the_thread_reaches_too_late_are_given_up(tmp_path):
     with TierRig(tmp_path / "pool", rows=ROWS) as rig:
         rig.put(Ask("a", LONG))
@@ -251,7 +253,7 @@ def test_uses_are_passed_on_and_lost_where_there_are_too_many(rig, monkeypatch):
     for _ in range(5):
         rig.tier.touch(ask.keys, ask.context)
     gate.open()
-    rig.tier.jobs.close(30)
+    rig.tier.jobs.close(60)
     assert touched == [LONG, LONG]
 
 
@@ -273,7 +275,7 @@ def test_a_handover_works_in_order_survives_a_bug_and_takes_nothing_once_closed(
     assert handover.put(two_steps)
     assert handover.put(broken)
     assert handover.put(last_step)
-    assert handover.close(30)
+    assert handover.close(60)
     assert done == ["two", "two", "last"]
     assert not handover.put(two_steps)
     assert Handover().close(0.0)
@@ -302,5 +304,5 @@ def test_a_load_goes_between_two_steps_of_a_store():
     gate.open()
     while len(done) < 7:
         time.sleep(0.001)
-    assert handover.close(30)
+    assert handover.close(60)
     assert done == ["store", "store", "load", "load", "store", "store", "touch"]

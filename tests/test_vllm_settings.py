@@ -188,7 +188,7 @@ def test_a_pool_that_does_not_answer_is_opened_later(monkeypatch):
 
     pool: Any = FakePool()
     one = opening.PoolOpening(lambda: IDENTITY, open_pool)
-    one.start(10)
+    one.start(60)
     assert one.pool is None
     while one.pool is None:
         time.sleep(0.01)
@@ -204,7 +204,7 @@ def test_what_can_never_be_opened_is_refused_once(caplog):
 
     pool: Any = FakePool()
     one = opening.PoolOpening(find, lambda identity: pool)
-    one.start(10)
+    one.start(60)
     assert (one.pool, one.refusal) == (None, "hash_seed not determined")
     assert "set it" in caplog.text
 
@@ -214,7 +214,7 @@ def test_a_wrong_setting_stops_the_engine_s_start():
         raise ConfigError("capacity")
 
     with pytest.raises(ConfigError):
-        opening.PoolOpening(lambda: IDENTITY, open_pool).start(10)
+        opening.PoolOpening(lambda: IDENTITY, open_pool).start(60)
 
 
 def test_a_pool_that_turns_up_after_the_end_is_closed():
@@ -222,14 +222,14 @@ def test_a_pool_that_turns_up_after_the_end_is_closed():
     pool: Any = FakePool()
 
     def open_pool(identity):
-        go_on.wait(10)
+        go_on.wait(60)
         return pool
 
     one = opening.PoolOpening(lambda: IDENTITY, open_pool)
     one.start(0.01)
     one.close(1)
     go_on.set()
-    one._thread.join(10)
+    one._thread.join(60)
     assert one.pool is None
     assert pool.closed_in_s == 0.0
 

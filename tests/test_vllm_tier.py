@@ -25,16 +25,10 @@ from kvdepot.keys import root_key
 from kvdepot.testing.damage import flip_byte
 from kvdepot.testing.faults import FaultPlan
 from tests.pool_rig import find_blocks
+from tests.tries import eventually
 from tests.vllm_rig import CHUNK_TOKENS, ROW_BYTES, Ask, TierRig, row_identity
 
 pytestmark = pytest.mark.vllm
-
-
-def until(is_so):
-    give_up_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("io", ["threads", "process"])
@@ -52,7 +46,7 @@ def test_a_later_engine_gets_what_an_earlier_one_stored(tmp_path, io):
 def test_two_engines_share_a_pool_while_both_run(tmp_path):
     with TierRig(tmp_path / "pool") as one, TierRig(tmp_path / "pool") as other:
         one.put(Ask("a", 5))
-        until(lambda: other.take(Ask("a", 5)) == 5)
+        assert eventually(lambda: other.take(Ask("a", 5)) == 5)
 
 
 def test_lookups_make_no_file_calls(tmp_path):
@@ -119,7 +113,7 @@ def test_storage_that_fails_is_computed_and_counted(tmp_path):
         assert rig.take(Ask("a", 6)) == 0
         plan.clear()
         # the pool leaves a segment alone for a while after an error
-        until(lambda: rig.take(Ask("a", 6)) == 6)
+        assert eventually(lambda: rig.take(Ask("a", 6)) == 6)
         counts = rig.tier.counters.snapshot()
         assert counts["load_failed_blocks_total"] == 6
 
@@ -141,7 +135,7 @@ def test_a_full_disk_stores_nothing_and_frees_the_rows(tmp_path):
             rig.forget_host()
             return rig.take(Ask("a", 6)) == 6
 
-        until(is_kept)
+        assert eventually(is_kept)
 
 
 @pytest.mark.parametrize("io", ["threads", "process"])
@@ -157,7 +151,7 @@ def test_a_pool_that_is_deleted_is_missed_and_used_again(tmp_path, io):
             rig.forget_host()
             return rig.take(Ask("b", 4)) == 4
 
-        until(is_kept)
+        assert eventually(is_kept)
 
 
 def test_a_worker_that_dies_is_a_miss_and_is_replaced(tmp_path):
@@ -168,7 +162,7 @@ def test_a_worker_that_dies_is_a_miss_and_is_replaced(tmp_path):
         os.kill(pid, signal.SIGKILL)
         count = rig.take(Ask("a", 6))
         assert 0 <= count <= 6
-        until(lambda: rig.take(Ask("a", 6)) == 6)
+        assert eventually(lambda: rig.take(Ask("a", 6)) == 6)
         assert rig.tier.pool.worker_pid not in (None, pid)
 
 
@@ -184,11 +178,11 @@ def test_an_end_while_storage_hangs_is_short_and_touches_no_memory_of_vllm_s(tmp
     assert barrier.wait_reached()
     began_s = time.monotonic()
     rig.manager.shutdown()
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
     assert rig.region.mmap_obj is None, "vLLM's own mapping is gone, and the read has another"
     plan.clear()
     barrier.open()
-    assert rig.tier.jobs.quiesce(30)
+    assert rig.tier.jobs.quiesce(60)
 
 
 def test_a_reset_waits_for_the_rows_that_a_read_fills(tmp_path):
@@ -202,8 +196,8 @@ def test_a_reset_waits_for_the_rows_that_a_read_fills(tmp_path):
         assert rig.hits(ask) is None
         assert barrier.wait_reached()
         assert not rig.tier.jobs.quiesce(0.05)
-        threading.Timer(0.3, plan.clear).start()  # opens the barrier
         began_s = time.monotonic()
+        threading.Timer(0.3, plan.clear).start()  # opens the barrier
         rig.manager.reset_cache()
         assert time.monotonic() - began_s >= 0.2
         assert len(rig.tier.jobs) == 0

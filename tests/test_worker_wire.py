@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import msgspec
@@ -56,6 +57,7 @@ from kvdepot.pool.worker_wire import (
     refusal_of,
 )
 from kvdepot.tiers import Outcome, TierUsage
+from tests.tries import in_some_try
 
 KEY = BlockKey(bytes(range(32)))
 NUMBER_OF = {outcome: number for number, outcome in enumerate(OUTCOMES)}
@@ -95,7 +97,7 @@ def test_waiting_for_messages_ends_in_time_and_at_the_end(ends):
     ours, theirs = ends
     start_s = time.monotonic()
     assert theirs.receive(0.05) == []
-    assert 0.04 < time.monotonic() - start_s < 2
+    assert 0.04 < time.monotonic() - start_s < 30
     ours.send([b"x"])
     ours.shut()
     assert theirs.receive(5) == [b"x"]
@@ -130,7 +132,7 @@ def test_a_sender_that_waits_comes_back_when_the_channel_is_shut(ends):
     thread.start()
     assert not failed.wait(0.1)
     ours.shut()
-    assert failed.wait(5)
+    assert failed.wait(60)
     thread.join()
 
 
@@ -255,8 +257,8 @@ def test_a_class_that_is_no_error_of_ours_is_not_made():
 # --- the order of a report
 
 
-@pytest.fixture
-def reporting():
+@contextmanager
+def reported():
     """A reporter, and a function that closes it and gives everything that it said."""
     ours, theirs = socket.socketpair()
     reporter = Reporter(Channel(ours, MESSAGE_BYTES_MAX))
@@ -267,7 +269,7 @@ def reporting():
         try:
             while True:
                 said.extend(map(decode_notice, channel.receive(None)))
-        except EOFError:
+        except (EOFError, OSError):
             pass
 
     thread = threading.Thread(target=listen, daemon=True)
@@ -276,12 +278,18 @@ def reporting():
     def finish():
         reporter.close()
         ours.close()
-        thread.join(10)
+        thread.join(60)
         return said
 
     with ours, theirs:
         reporter.start()
         yield reporter, finish
+
+
+@pytest.fixture
+def reporting():
+    with reported() as found:
+        yield found
 
 
 def records_of(*keys):
@@ -365,39 +373,46 @@ def test_an_index_that_is_told_of_every_change_is_the_same_index(reporting):
     assert len(told) == len(index) == 11
 
 
-def test_a_late_job_gives_its_rows_back_without_anybody_looking(reporting):
-    reporter, finish = reporting
-    reporter.watch(ReportedJob(7, [KEY], reporter, deadline_s=float("inf")))
-    jobs = [ReportedJob(number, [KEY], reporter, deadline_s=0.05) for number in range(2)]
-    for job in jobs:
-        reporter.watch(job)
-    assert jobs[1].hold()
-    time.sleep(0.2)
-    jobs[1].release()
+def test_a_late_job_gives_its_rows_back_without_anybody_looking():
     late = bytes([NUMBER_OF[Outcome.LATE]])
-    progress = [each for report in finish() for each in report.progress]
-    assert progress == [
-        Progress(0, late, True),
-        Progress(1, late, False),
-        Progress(1, late, True),
-    ]
+
+    def attempt():
+        with reported() as (reporter, finish):
+            reporter.watch(ReportedJob(7, [KEY], reporter, deadline_s=float("inf")))
+            jobs = [ReportedJob(number, [KEY], reporter, deadline_s=0.05) for number in range(2)]
+            for job in jobs:
+                reporter.watch(job)
+            assert jobs[1].hold()
+            time.sleep(0.2)
+            jobs[1].release()
+            progress = [each for report in finish() for each in report.progress]
+        assert progress == [
+            Progress(0, late, True),
+            Progress(1, late, False),
+            Progress(1, late, True),
+        ]
+
+    in_some_try(attempt)
 
 
-def test_time_in_one_piece_of_work_is_seen(reporting):
-    reporter, finish = reporting
-    job = ReportedJob(1, [KEY, KEY], reporter)
-    reporter.watch(job)
-    assert reporter.stuck_s() == 0.0
-    job.hold()
-    time.sleep(0.1)
-    assert reporter.stuck_s() >= 0.1
-    job.hold()
-    assert reporter.stuck_s() < 0.1
-    job.resolve_all(Outcome.FAILED)
-    job.release()
-    job.release()
-    assert reporter.stuck_s() == 0.0
-    finish()
+def test_time_in_one_piece_of_work_is_seen():
+    def attempt():
+        with reported() as (reporter, finish):
+            job = ReportedJob(1, [KEY, KEY], reporter)
+            reporter.watch(job)
+            assert reporter.stuck_s() == 0.0
+            job.hold()
+            time.sleep(0.1)
+            assert reporter.stuck_s() >= 0.1
+            job.hold()
+            assert reporter.stuck_s() < 0.1
+            job.resolve_all(Outcome.FAILED)
+            job.release()
+            job.release()
+            assert reporter.stuck_s() == 0.0
+            finish()
+
+    in_some_try(attempt)
 
 
 def test_whoever_finds_segments_waits_for_a_parent_that_is_far_behind():
@@ -420,7 +435,7 @@ def test_whoever_finds_segments_waits_for_a_parent_that_is_far_behind():
         channel = Channel(theirs, MESSAGE_BYTES_MAX)
         while not is_through.is_set():
             channel.receive(0.1)
-        thread.join(10)
+        thread.join(60)
         theirs.close()
         reporter.close()
 

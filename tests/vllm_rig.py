@@ -207,14 +207,14 @@ class TierRig:
         self.step()
         return None if is_waiting else count
 
-    def wait_hits(self, ask: Ask, timeout_s: float = 30.0) -> int:
+    def wait_hits(self, ask: Ask, timeout_s: float = 60.0) -> int:
         give_up_s = time.monotonic() + timeout_s
         while (count := self.hits(ask)) is None:
             assert time.monotonic() < give_up_s, "the lookup never ended"
             time.sleep(0.005)
         return count
 
-    def wait_idle(self, timeout_s: float = 30.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         give_up_s = time.monotonic() + timeout_s
         while self.manager._jobs:
             assert time.monotonic() < give_up_s, "a job never ended"
@@ -241,7 +241,7 @@ class TierRig:
         self.store(ask)
         self.end(ask)
         self.wait_idle()
-        assert self.tier.pool is None or self.tier.pool.drain(30)
+        assert self.tier.pool is None or self.tier.pool.drain(60)
 
     def take(self, ask: Ask) -> int:
         """Ask for a request; its hits, each of which has the right bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from kvdepot.testing.subject import (
     CALL_S_MAX,
     PATIENCE_S,
     SLOW_S,
+    STALLS_MAX,
     TierSubject,
     drained,
     load_all,
@@ -21,7 +23,7 @@ from kvdepot.testing.subject import (
     timed,
 )
 from kvdepot.testing.toy import ToyEngine
-from kvdepot.tiers import Job, Outcome, Read
+from kvdepot.tiers import Job, Outcome, Read, Tier, Write
 
 __all__ = [
     "check_cancelled_load",
@@ -32,6 +34,8 @@ __all__ = [
 ]
 
 _DEADLINE_S = 0.3
+#: a machine that stands still for a moment breaks a bound once, a tier that does not keep it each time
+_TRIES = 3
 _MARK = b"\x55" * 4096
 
 
@@ -44,15 +48,7 @@ def check_deadline(subject: TierSubject, folder: Path) -> None:
         store_all(tier, engine.writes(tokens))
         subject.slow(tier, SLOW_S)
         for deadline_s in (0.0, _DEADLINE_S):
-            reads = engine.reads(tokens)
-            start_s = time.monotonic()
-            job = tier.load(reads, deadline_s=deadline_s)
-            require(job.wait(PATIENCE_S), "a load with a deadline was never decided")
-            seconds = time.monotonic() - start_s
-            require(
-                seconds <= deadline_s + CALL_S_MAX,
-                f"a load with a deadline of {deadline_s} s was decided after {seconds:.2f} s",
-            )
+            job, reads = _decided_in_time(tier, engine, tokens, deadline_s)
             require(
                 Outcome.LATE in job.outcomes,
                 f"storage takes {SLOW_S} s a call, the deadline was {deadline_s} s, and no block is "
@@ -64,6 +60,24 @@ def check_deadline(subject: TierSubject, folder: Path) -> None:
         load_all(tier, engine, engine.reads(tokens), "a load after a late one")
 
 
+def _decided_in_time(
+    tier: Tier, engine: ToyEngine, tokens: Sequence[int], deadline_s: float
+) -> tuple[Job, list[Read]]:
+    """The first of a few loads that is decided at its deadline."""
+    seconds = 0.0
+    for _ in range(_TRIES):
+        reads = engine.reads(tokens)
+        start_s = time.monotonic()
+        job = tier.load(reads, deadline_s=deadline_s)
+        require(job.wait(PATIENCE_S), "a load with a deadline was never decided")
+        seconds = time.monotonic() - start_s
+        if seconds <= deadline_s + CALL_S_MAX:
+            return job, reads
+    raise AssertionError(
+        f"a load with a deadline of {deadline_s} s was decided after {seconds:.2f} s"
+    )
+
+
 def check_cancelled_load(subject: TierSubject, folder: Path) -> None:
     """A load that is taken back is decided at once; its rows come back and stay untouched."""
     need(subject.can_slow, "the tier offers no way to slow its storage")
@@ -72,13 +86,16 @@ def check_cancelled_load(subject: TierSubject, folder: Path) -> None:
         tokens = engine.prompt(1, 4)
         store_all(tier, engine.writes(tokens))
         subject.slow(tier, SLOW_S)
-        reads = engine.reads(tokens)
-        job = tier.load(reads)
-        time.sleep(0.05)  # let it begin: a load on its way is harder to take back
-        job.cancel()
-        require(job.is_decided, "a load that was taken back is not decided")
-        require(Outcome.CANCELLED in job.outcomes, "a load that was taken back was finished")
-        _require_rows_returned(job, reads)
+        for left in reversed(range(_TRIES)):
+            reads = engine.reads(tokens)
+            job = tier.load(reads)
+            time.sleep(0.05)  # let it begin: a load on its way is harder to take back
+            job.cancel()
+            require(job.is_decided, "a load that was taken back is not decided")
+            _require_rows_returned(job, reads)
+            if Outcome.CANCELLED in job.outcomes:
+                break
+            require(left > 0, "a load that was taken back was finished")
         subject.slow(tier, 0)
         load_all(tier, engine, engine.reads(tokens), "a load after one that was taken back")
 
@@ -101,20 +118,7 @@ def check_cancelled_store(subject: TierSubject, folder: Path) -> None:
     engine = ToyEngine((4096,))
     for wait_s in (0.0, 0.2):  # before it begins, and on its way
         with opened(subject.make_tier(folder / str(wait_s), engine)) as tier:
-            tokens = engine.prompt(1, 6)
-            writes = engine.writes(tokens)
-            subject.slow(tier, SLOW_S)
-            job = tier.store(writes)
-            time.sleep(wait_s)
-            job.cancel()
-            require(job.is_decided, "a store that was taken back is not decided")
-            outcomes = settled(job, "a store that was taken back")
-            require(
-                Outcome.CANCELLED in outcomes, "a slow store was finished before it was taken back"
-            )
-            for write in writes:
-                write.data[:] = _MARK
-            subject.slow(tier, 0)
+            tokens, writes, outcomes = _taken_back(subject, tier, engine, wait_s)
             drained(tier)
             for write, outcome in zip(writes, outcomes, strict=True):
                 is_found = tier.lookup([write.key]) == 1
@@ -126,6 +130,27 @@ def check_cancelled_store(subject: TierSubject, folder: Path) -> None:
             engine.check(reads, settled(tier.load(reads), "a load"))
             store_all(tier, engine.writes(tokens))
             load_all(tier, engine, engine.reads(tokens), "a prompt stored after it was taken back")
+
+
+def _taken_back(
+    subject: TierSubject, tier: Tier, engine: ToyEngine, wait_s: float
+) -> tuple[list[int], list[Write], tuple[Outcome, ...]]:
+    """The first of a few slow stores that is taken back before it is through."""
+    for number in range(_TRIES):
+        tokens = engine.prompt(1 + number, 6)
+        writes = engine.writes(tokens)
+        subject.slow(tier, SLOW_S)
+        job = tier.store(writes)
+        time.sleep(wait_s)
+        job.cancel()
+        require(job.is_decided, "a store that was taken back is not decided")
+        outcomes = settled(job, "a store that was taken back")
+        for write in writes:
+            write.data[:] = _MARK
+        subject.slow(tier, 0)
+        if Outcome.CANCELLED in outcomes:
+            return tokens, writes, outcomes
+    raise AssertionError("a slow store was finished before it was taken back")
 
 
 def check_verbs_do_not_wait(subject: TierSubject, folder: Path) -> None:
@@ -145,10 +170,12 @@ def check_verbs_do_not_wait(subject: TierSubject, folder: Path) -> None:
             "touch": lambda: tier.touch(keys),
             "usage": tier.usage,
         }
-        for _ in range(3):  # the first calls make the workers busy
+        waits: Counter[str] = Counter()
+        for _ in range(5):  # the first calls make the workers busy
             for name, verb in verbs.items():
                 _, seconds = timed(verb)
-                require(seconds <= CALL_S_MAX, f"{name} took {seconds:.2f} s on slow storage")
+                waits[name] += seconds > CALL_S_MAX
+                require(waits[name] <= STALLS_MAX, f"{name} took {seconds:.2f} s on slow storage")
         subject.slow(tier, 0)
 
 

@@ -48,7 +48,7 @@ class Barrier:
         self._reached = threading.Semaphore(0)
         self._open = threading.Event()
 
-    def wait_reached(self, timeout_s: float = 10.0) -> bool:
+    def wait_reached(self, timeout_s: float = 60.0) -> bool:
         """Block until one more call has come to the barrier; False when none came in time."""
         return self._reached.acquire(timeout=timeout_s)
 

@@ -22,6 +22,7 @@ __all__ = [
     "CALL_S_MAX",
     "PATIENCE_S",
     "SLOW_S",
+    "STALLS_MAX",
     "TierSubject",
     "drained",
     "load_all",
@@ -38,6 +39,9 @@ _T = TypeVar("_T")
 
 #: no verb takes longer, whatever the storage does; generous, because test machines are busy
 CALL_S_MAX = 0.5
+#: so many calls of one kind may take longer: a busy machine may stand still in any of them, a verb that
+#: waits for the storage does it each time
+STALLS_MAX = 2
 #: how long the storage takes for each call where a check needs it slow; well above CALL_S_MAX
 SLOW_S = 1.0
 #: what is not over after this has failed
