@@ -269,9 +269,19 @@ def partial(folder: Path, prompts: list[Prompt], rounds: int) -> dict[str, Any]:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--arm", choices=[*ARMS, "policies", "partial"], action="append")
+    options.add_argument(
+        "--engine", choices=["fake", "vllm"], default="fake", help="vllm takes about ten minutes"
+    )
     arguments = options.parse_args()
     wanted: list[str] = arguments.arm or [*ARMS, "policies", "partial"]
     rounds = max(arguments.repeats // 2, 1)
+    if arguments.engine == "vllm":
+        import do_no_harm_vllm  # noqa: PLC0415 - it needs vLLM, and a root user
+
+        with WorkFolder(arguments.folder) as folder:
+            found = do_no_harm_vllm.run(folder, rounds)
+            report(found | {"environment": environment(folder)}, arguments.out)
+        return
     maker = FakeEngine(Path(), host_bytes=0, policies="none")
     prompts = [maker.prompt(seed, BLOCKS) for seed in range(PROMPTS)]
     fresh = [maker.prompt(1000 + seed, BLOCKS) for seed in range(3 * rounds + 1)]

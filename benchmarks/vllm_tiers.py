@@ -189,15 +189,15 @@ def _ratios(found: dict[str, Any], what: str, arm: str, to: str) -> dict[str, fl
 # one engine
 
 
-def engine(arm: str, place: Path, **asks: Any) -> dict[str, Any]:
-    """Run a child process with one engine, and have its numbers."""
+def engine(arm: str, place: Path, *, script: str = __file__, **asks: Any) -> dict[str, Any]:
+    """Run a child process (of a script that takes --child) with one engine, and have its numbers."""
     place.mkdir(parents=True, exist_ok=True)
     log_path = place.with_suffix(".log")
     answer_path = place.with_suffix(".json")
     given = {"arm": arm, "place": str(place), "answer": str(answer_path), **asks}
     with log_path.open("w") as log:
         done = subprocess.run(
-            [sys.executable, __file__, "--child", json.dumps(given)],
+            [sys.executable, script, "--child", json.dumps(given)],
             stdout=log,
             stderr=subprocess.STDOUT,
             check=False,
@@ -217,20 +217,9 @@ def child(given: dict[str, Any]) -> None:
     """One engine: warm up, follow-ups, first asks, a crowd; then wait until all is stored."""
     # the parent needs no vLLM
     from prometheus_client import REGISTRY  # noqa: PLC0415
-    from vllm import LLM, SamplingParams  # noqa: PLC0415
+    from vllm import SamplingParams  # noqa: PLC0415
 
-    transfer = transfer_config(given["arm"], Path(given["place"]), given["host_bytes"])
-    llm = LLM(
-        model=str(small_model().folder),
-        dtype="float32",
-        enforce_eager=True,
-        block_size=ENGINE_BLOCK_TOKENS,
-        max_model_len=max(LENGTHS) + 256,
-        max_num_seqs=USERS,
-        disable_log_stats=False,
-        enable_prefix_caching=True,
-        **({"kv_transfer_config": transfer} if transfer else {}),
-    )
+    llm = make_llm(given["arm"], Path(given["place"]), given["host_bytes"])
 
     def ask(asks: Sequence[Ask], answer_tokens: int) -> Any:
         prompts: Any = [{"prompt_token_ids": prompt_of(Ask(*each))} for each in asks]
@@ -247,12 +236,12 @@ def child(given: dict[str, Any]) -> None:
         outputs = [
             output for each in given.get(f"{name}s", []) for output in ask([each], ANSWER_TOKENS)
         ]
-        result[f"{name}_ttft_s"] = [_ttft_s(output) for output in outputs]
+        result[f"{name}_ttft_s"] = [ttft_s(output) for output in outputs]
         result[f"{name}_cached"] = [output.num_cached_tokens for output in outputs]
         result[f"{name}_decode_per_s"] = [_decode_per_s(output) for output in outputs]
         result["answers"] += [list(output.outputs[0].token_ids) for output in outputs]
     crowd_outputs = ask(given["at_once"], 1) if given.get("at_once") else []
-    result["at_once_ttft_s"] = [_ttft_s(output) for output in crowd_outputs]
+    result["at_once_ttft_s"] = [ttft_s(output) for output in crowd_outputs]
     result["at_once_cached"] = [output.num_cached_tokens for output in crowd_outputs]
     asyncio.run(stands_still(given["place"], SystemClock()))
     result |= stored(Path(given["place"]))
@@ -269,6 +258,28 @@ def child(given: dict[str, Any]) -> None:
         if sample.name.startswith("kvdepot_scheduler") and sample.name.endswith("_total")
     }
     Path(given["answer"]).write_text(json.dumps(result))
+
+
+def make_llm(
+    arm: str, place: Path, host_bytes: int, *, tokens_max: int = max(LENGTHS), **options: Any
+) -> Any:
+    """vLLM with the arm's tier, for prompts of up to so many tokens; `options` are vLLM's own."""
+    from vllm import LLM  # noqa: PLC0415
+
+    transfer = transfer_config(arm, place, host_bytes)
+    if transfer is not None:
+        options["kv_transfer_config"] = transfer
+    return LLM(
+        model=str(small_model().folder),
+        dtype="float32",
+        enforce_eager=True,
+        block_size=ENGINE_BLOCK_TOKENS,
+        max_model_len=tokens_max + 256,
+        max_num_seqs=USERS,
+        disable_log_stats=False,
+        enable_prefix_caching=True,
+        **options,
+    )
 
 
 def transfer_config(arm: str, place: Path, host_bytes: int) -> dict[str, Any] | None:
@@ -313,7 +324,8 @@ def stored(place: Path) -> dict[str, int]:
     return {"stored_bytes": sum(sizes.values()), "files": len(sizes)}
 
 
-def _ttft_s(output: Any) -> float:
+def ttft_s(output: Any) -> float:
+    """Seconds from the request's arrival to its first token."""
     return float(output.metrics.first_token_latency)
 
 
