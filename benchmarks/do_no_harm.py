@@ -270,7 +270,10 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--arm", choices=[*ARMS, "policies", "partial"], action="append")
     options.add_argument(
-        "--engine", choices=["fake", "vllm"], default="fake", help="vllm takes about ten minutes"
+        "--engine",
+        choices=["fake", "vllm"],
+        default="fake",
+        help="vllm takes about a quarter of an hour",
     )
     arguments = options.parse_args()
     wanted: list[str] = arguments.arm or [*ARMS, "policies", "partial"]
@@ -279,7 +282,7 @@ def main() -> None:
         import do_no_harm_vllm  # noqa: PLC0415 - it needs vLLM, and a root user
 
         with WorkFolder(arguments.folder) as folder:
-            found = do_no_harm_vllm.run(folder, rounds)
+            found = do_no_harm_vllm.run(folder, arguments.repeats)
             report(found | {"environment": environment(folder)}, arguments.out)
         return
     maker = FakeEngine(Path(), host_bytes=0, policies="none")

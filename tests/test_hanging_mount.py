@@ -135,6 +135,23 @@ def test_its_reads_can_be_slow_late_or_fail(mount):
     os.close(fd)
 
 
+def test_it_can_be_full(mount):
+    path = mount.place / "file"
+    path.write_bytes(bytes(4096))
+    mount.set(MountFaults(is_full=True))
+    with path.open("r+b", buffering=0) as opened:
+        with pytest.raises(OSError, match="No space"):
+            os.posix_fallocate(opened.fileno(), 0, 1 << 20)
+        fd = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        with pytest.raises(OSError, match="No space"):
+            os.pwrite(fd, mmap.mmap(-1, 4096), 0)
+        os.close(fd)
+        assert len(opened.read()) == 4096
+    mount.set(MountFaults())
+    path.write_bytes(bytes(8192))
+    assert path.stat().st_size == 8192
+
+
 def test_while_it_hangs_everything_waits_and_then_goes_on(mount):
     (mount.place / "file").write_bytes(b"x")
     mount.set(MountFaults(hang_s=0.5))

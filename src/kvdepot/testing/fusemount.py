@@ -41,6 +41,8 @@ class MountFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     late_s: float = 0.0
     #: every so many-th read gives EIO
     fail_every: int = 0
+    #: no byte more can be written: ENOSPC
+    is_full: bool = False
 
 
 def why_not() -> str:

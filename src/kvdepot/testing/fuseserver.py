@@ -73,6 +73,13 @@ class FaultClock:
         time.sleep(until_s - now_s)
         return errno.EIO if is_failed else 0
 
+    def write(self) -> None:
+        """Before a write or a reservation. Raises OSError where there is no room for it."""
+        with self._changed:
+            is_full = self._faults.is_full
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
 
 class PassThrough:
     """The file system: nodes by number and path, and what each request does.
@@ -267,6 +274,7 @@ class PassThrough:
         return os.pread(handle, size, offset)
 
     def _write(self, request: Request) -> bytes:
+        self._faults.write()
         handle, offset, size = request.numbers("QQI")
         written = os.pwrite(handle, request.body[40 : 40 + size], offset)
         return written.to_bytes(8, "little")
@@ -283,6 +291,7 @@ class PassThrough:
         return b""
 
     def _fallocate(self, request: Request) -> bytes:
+        self._faults.write()
         handle, offset, length, mode = request.numbers("QQQI")
         if mode:
             raise OSError(errno.EOPNOTSUPP, "only to reserve")
