@@ -10,6 +10,7 @@ root. Started by ``do_no_harm.py --engine vllm``.
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 import time
@@ -31,8 +32,10 @@ DOCUMENTS = 6
 TOKENS = 512
 ANSWER_TOKENS = 8
 HANG_S = 30.0
-#: a follow-up of which so much was reused came from storage
-_REUSED_SHARE = 0.9
+#: of half of the documents
+_HOST_BYTES = DOCUMENTS * TOKENS * TOKEN_BYTES // 2
+#: a follow-up of which so much was read came from storage
+_READ_SHARE = 0.9
 _RECOVERY_S_MAX = 30.0
 _STORM_FILES = 32
 _STORM_BYTES = 4 << 20
@@ -78,13 +81,16 @@ def run(folder: Path, rounds: int) -> dict[str, Any]:
             pair = Pair(engines["none"], engines[arm], mount)
             pair.begin(folder / f"{arm}-behind")
             for name, fault in FAULTS.items():
-                arms.append({"arm": arm, "fault": name} | pair.under(fault, rounds))
+                # vLLM's own takes seconds for each request where reads are slow
+                turns = rounds if arm == "kvdepot" else max(rounds // 4, 1)
+                arms.append({"arm": arm, "fault": name} | pair.under(fault, turns))
                 _say(arms[-1])
     return {
         "benchmark": "do_no_harm with vLLM",
         "unit": "seconds; ratios to the engine without a tier, with 90 % bootstrap intervals",
         "documents": DOCUMENTS,
         "prompt_tokens": TOKENS,
+        "host_bytes": _HOST_BYTES,
         "arms": arms,
     }
 
@@ -99,6 +105,7 @@ class Pair:
         #: documents that nobody has asked for
         self.fresh = 1000 if tier.arm == "fs" else 2000
         self.answers_differ = 0
+        self._random = random.Random(7)
 
     def begin(self, behind: Path) -> None:
         """Warm up, and store the documents."""
@@ -109,11 +116,14 @@ class Pair:
         asyncio.run(stands_still(str(behind), SystemClock()))
 
     def both(self, document: int) -> tuple[Answer, Answer]:
-        """One prompt, without the tier and with it; who is first changes."""
+        """One prompt, without the tier and with it.
+
+        Whoever was asked last is quicker, by a tenth, so who is first is drawn.
+        """
         self.asked += 1
-        engines = self.engines if self.asked % 2 else self.engines[::-1]
-        found = [self._ask(each, document) for each in engines]
-        without, answer = found if self.asked % 2 else found[::-1]
+        order = self._random.choice((1, -1))
+        found = [self._ask(each, document) for each in self.engines[::order]]
+        without, answer = found[::order]
         self.answers_differ += without.tokens != answer.tokens
         return without, answer
 
@@ -153,8 +163,10 @@ class Pair:
         turn = 0
         while (asked_s := time.monotonic() - began_s) < _RECOVERY_S_MAX:
             self.asked += 1
-            answer = self._ask(self.engines[1], turn % DOCUMENTS)
-            if answer.cached >= _REUSED_SHARE * TOKENS:
+            before = self.engines[1].tokens_by_source()["disk"]
+            self._ask(self.engines[1], turn % DOCUMENTS)
+            # what landed late is in the host tier, and says nothing about storage
+            if self.engines[1].tokens_by_source()["disk"] - before >= _READ_SHARE * TOKENS:
                 return round(asked_s, 2)
             turn += 1
         return None
@@ -170,7 +182,7 @@ def _engine(arm: str, place: Path, folder: Path) -> Engine:
         place,
         # not on the mount, which hangs
         folder / f"{arm}.log",
-        host_bytes=DOCUMENTS * TOKENS * TOKEN_BYTES // 2,
+        host_bytes=_HOST_BYTES,
         tokens_max=TOKENS,
         # one block is vLLM's own
         num_gpu_blocks_override=TOKENS * 3 // 2 // ENGINE_BLOCK_TOKENS + 1,

@@ -48,12 +48,38 @@ class Desk:
         if wait.deadline_s is None:
             return None
         job = Job([BlockKey(bytes(32))], clock=self.clock)
-        self.patience.began(job, SIZE, is_probe=wait.is_probe)
+        self.patience.began(job, SIZE, wait)
         self.clock.advance(seconds)
         job.resolve_run(0, [outcome], [SIZE])
         self.patience.collect(None)
         self.patience.finished(request)
         return wait.deadline_s
+
+    def ask(self, request: str, takes_s: float) -> float:
+        """A request of a thousand tokens that take 10 s to compute, and whose load would take so long.
+
+        Returns:
+            How long it takes altogether.
+        """
+        wait = self.patience.wait_for(request, 10, 1000, SIZE)
+        if wait.deadline_s is None:
+            self.clock.advance(10.0)
+            self.patience.finished(request)
+            return 10.0
+        job = Job([BlockKey(bytes(32))], clock=self.clock)
+        self.patience.began(job, SIZE, wait)
+        is_late = takes_s > wait.deadline_s
+        load_s = min(takes_s, wait.deadline_s)
+        waited_s = min(load_s, wait.patience_s)
+        self.clock.advance(load_s)
+        job.resolve_run(0, [Outcome.LATE if is_late else Outcome.DONE], [0 if is_late else SIZE])
+        self.patience.collect(None)
+        if not is_late and load_s <= wait.patience_s:
+            self.patience.finished(request)
+            return waited_s
+        self.clock.advance(max(waited_s + 10.0 - load_s, 0.0))
+        self.patience.finished(request)
+        return waited_s + 10.0
 
 
 def test_before_anything_is_known_the_settings_say_how_long():
@@ -130,6 +156,51 @@ def test_each_request_that_the_breaker_keeps_from_loading_is_counted_once():
     desk.patience.finished("one")
     assert not desk.patience.may_load("one")
     assert desk.counters.snapshot()["reuse_ended_breaker_total"] == 3
+
+
+def test_one_request_pays_for_storage_that_has_become_slow():
+    desk = Desk()
+    for number in range(4):
+        desk.compute(f"c{number}", 1000, 10.0)
+        desk.ask(f"l{number}", 0.7)
+    slow = [desk.ask(f"s{number}", 60.0) for number in range(40)]
+    assert slow[0] == pytest.approx(10.0 + 2 * 0.7, rel=0.1)
+    assert max(slow[1:]) <= 10.0 * 1.09
+
+
+@pytest.mark.parametrize("takes_s", [0.2, 1.0, 2.5])
+def test_loads_are_trusted_again_also_where_none_fits_into_the_slack(takes_s):
+    """The slack is 0.8 s: probes that were given up after it would never find out."""
+    desk = Desk()
+    for number in range(4):
+        desk.compute(f"c{number}", 1000, 10.0)
+        desk.ask(f"l{number}", takes_s)
+    for number in range(20):
+        desk.ask(f"s{number}", 60.0)
+    # computing takes 10 s, so a request comes that often
+    well = [desk.ask(f"w{number}", takes_s) for number in range(8)]
+    assert well[-3:] == [pytest.approx(takes_s)] * 3
+
+
+def test_storage_that_is_late_now_and_then_is_waited_for_less_and_less():
+    desk = Desk()
+    for number in range(4):
+        desk.compute(f"c{number}", 1000, 10.0)
+        desk.ask(f"l{number}", 1.0)
+    asked = [desk.ask(f"s{number}", 60.0 if number % 5 == 0 else 1.0) for number in range(100)]
+    lost = [seconds for seconds in asked if seconds > 10.0 * 1.09]
+    assert len(lost) <= 6
+
+
+def test_a_load_that_goes_on_without_its_request_is_counted_as_late():
+    desk = Desk()
+    for number in range(4):
+        desk.compute(f"c{number}", 1000, 10.0)
+        desk.ask(f"l{number}", 1.0)
+    desk.ask("late", 60.0)
+    counted = desk.counters.snapshot()["reuse_ended_deadline_total"]
+    assert desk.ask("left", 1.0) > 10.0
+    assert desk.counters.snapshot()["reuse_ended_deadline_total"] == counted + 1
 
 
 def test_room_is_compared_by_what_is_known_and_by_the_settings_before():

@@ -19,6 +19,7 @@ import pytest
 import tests.needs_vllm  # noqa: F401  # isort: skip
 
 from kvdepot.engines.vllm.blocks import RequestBlocks
+from kvdepot.engines.vllm.patience import Wait
 from kvdepot.engines.vllm.tier import KvdepotTier
 from kvdepot.errors import UnsupportedModel
 from kvdepot.keys import root_key
@@ -93,6 +94,49 @@ def test_a_late_load_is_decided_at_its_deadline_and_ended_when_the_rows_are_free
         rig.end(ask)
         rig.wait_idle()
         assert not rig.tier.jobs.late_keys
+
+
+def test_nobody_waits_for_the_part_of_a_late_load_that_has_come(tmp_path):
+    plan = FaultPlan()
+    with TierRig(tmp_path / "pool", plan=plan, load_deadline_s=0.3) as rig:
+        rig.put(Ask("a", 2))
+        first = {path.name for path in (tmp_path / "pool").glob("ns/*/*/*.kvseg")}
+        rig.put(Ask("a", 4))
+        rig.forget_host()
+        barrier = plan.hold("read", when=lambda call: call.name.rsplit("/")[-1] not in first)
+        ask = Ask("a", 4)
+        rig.begin(ask)
+        assert rig.hits(ask) is None
+        assert barrier.wait_reached()
+        until(lambda: rig.hits(ask) is None and bool(rig.tier.jobs.late_keys))
+        # for vLLM the first two are on their way, as long as the job is
+        assert rig.tier.counters.snapshot()["load_blocks_total"] == 2
+        assert rig.tier.jobs.late_keys == set(ask.keys)
+        barrier.open()
+        rig.wait_idle()
+        assert not rig.tier.jobs.late_keys
+        rig.end(ask)
+
+
+def test_a_load_that_nobody_waits_for_any_more_goes_on(tmp_path):
+    plan = FaultPlan()
+    with TierRig(tmp_path / "pool", plan=plan) as rig:
+        rig.put(Ask("a", 4))
+        rig.forget_host()
+        rig.tier.patience.wait_for = lambda *_: Wait(60.0, is_probe=False, patience_s=0.1)
+        barrier = plan.hold("read")
+        ask = Ask("a", 4)
+        rig.begin(ask)
+        until(lambda: rig.hits(ask) is None and bool(rig.tier.jobs.late_keys))
+        assert rig.tier.jobs.late_keys == set(ask.keys)
+        barrier.open()
+        rig.wait_idle()
+        assert not rig.tier.jobs.late_keys
+        rig.end(ask)
+        # it landed in the host tier
+        reads = plan.counts["read"]
+        assert rig.take(Ask("a", 4)) == 4
+        assert plan.counts["read"] == reads
 
 
 def test_an_engine_under_another_connector_keeps_nothing(tmp_path, caplog):

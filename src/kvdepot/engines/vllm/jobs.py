@@ -1,8 +1,9 @@
 """vLLM's jobs on their way through the pool, from their submission until their rows are free.
 
 A job's rows belong to the pool until it is settled, and only then is vLLM told of its end, because vLLM
-gives the rows to others with it. A load that is late is decided long before that; `late_keys` says of
-which chunks, so that the connector can let requests go on without them.
+gives the rows to others with it. A load that is late is decided long before that, and a request may wait
+for less time than its load may take; `late_keys` has the chunks of such loads, so that the connector can
+let requests go on without them.
 
 Keys, rows and records of a job's chunks are made on a thread of ours (`Handover`), a part at a time;
 only the first part of a load is begun at once, because a request waits for it.
@@ -10,6 +11,7 @@ only the first part of a load is begun at once, because a request waits for it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -68,7 +70,7 @@ class TierJobs:
         self._moving: dict[int, Moving] = {}
         self._refused: list[Ended] = []
         self._loads = 0
-        #: chunks whose load was late and whose rows the storage still holds
+        #: chunks of loads that nobody waits for any more; none of them is to be had before all are
         self.late_keys: set[OffloadKey] = set()
 
     def __len__(self) -> int:
@@ -80,9 +82,23 @@ class TierJobs:
         return sum(len(moving.keys) for moving in self._moving.values() if not moving.is_load)
 
     def load(
-        self, pool: Tier, transfer: TransferJob, blocks: RequestBlocks, deadline_s: float
+        self,
+        pool: Tier,
+        transfer: TransferJob,
+        blocks: RequestBlocks,
+        deadline_s: float,
+        *,
+        patience_s: float = math.inf,
     ) -> Moving:
-        """Begin to load; for the pool all of it is one request."""
+        """Begin to load; for the pool all of it is one request.
+
+        Args:
+            pool: to load from.
+            transfer: vLLM's job.
+            blocks: its request's.
+            deadline_s: what has not come by then is given up.
+            patience_s: its request waits for so long.
+        """
         self._loads += 1
         request, row_bytes = self._loads, self._region.row_bytes
         give_up_at_s = self._clock.monotonic_s() + deadline_s
@@ -102,6 +118,7 @@ class TierJobs:
             lambda keys: keys,
             begin,
             is_load=True,
+            patience_s=patience_s,
             clock=self._clock,
         )
         self._moving[moving.number] = moving
@@ -189,7 +206,7 @@ class TierJobs:
             if moving.is_settled:
                 del self._moving[number]
                 found.append(self._end(moving))
-            elif moving.is_load and not moving.is_late_noted and moving.is_decided:
+            elif moving.is_load and not moving.is_late_noted:
                 self._note_late(moving)
         return found
 
@@ -248,13 +265,21 @@ class TierJobs:
         )
 
     def _note_late(self, moving: Moving) -> None:
-        if Outcome.LATE in moving.outcomes:
-            moving.is_late_noted = True
-            self.late_keys.update(_note_lost(moving))
-        # otherwise all is there, and the last thread lets go in a moment
+        if moving.is_decided:
+            if Outcome.LATE not in moving.outcomes:
+                return  # all is there, and the last thread lets go in a moment
+            _note_lost(moving)
+        elif self._clock.monotonic_s() < moving.let_go_at_s:
+            return
+        else:
+            moving.blocks.is_given_up = True
+        moving.is_late_noted = True
+        # also those that have come: for vLLM they are on their way until the whole job has ended, and
+        # it would wait for them
+        self.late_keys.update(moving.keys)
 
 
-def _note_lost(moving: Moving) -> list[OffloadKey]:
+def _note_lost(moving: Moving) -> None:
     """The request computes what did not come, and asks no more if the storage was late."""
     lost: list[OffloadKey] = []
     for key, outcome in moving.results:
@@ -262,4 +287,3 @@ def _note_lost(moving: Moving) -> list[OffloadKey]:
             lost.append(key)
             moving.blocks.is_given_up |= outcome is Outcome.LATE
     moving.blocks.lost.update(lost)
-    return lost

@@ -8,6 +8,7 @@ never is. `_beginning` decides which of the two was first.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -38,6 +39,7 @@ class Moving:
         begin: begins a load or a store of some of them, given also how many are left with them; never
             waits. It says which it has begun, and the pool's job; None where it wants none.
         is_load: it loads; otherwise it stores.
+        patience_s: a load that has not ended by then goes on without its request.
         clock: measures how long it takes.
     """
 
@@ -50,6 +52,7 @@ class Moving:
         begin: Callable[[Sequence[OffloadKey], int], tuple[Sequence[OffloadKey], Job | None]],
         *,
         is_load: bool,
+        patience_s: float = math.inf,
         clock: Clock,
     ) -> None:
         self.number = number
@@ -57,9 +60,10 @@ class Moving:
         self.blocks = blocks
         self.is_load = is_load
         self.started_s = clock.monotonic_s()
+        self.let_go_at_s = self.started_s + patience_s
         #: a bug of ours has ended it
         self.is_broken = False
-        #: its late chunks have been told of
+        #: its request has been told to go on without it
         self.is_late_noted = False
         self._part_chunks = LOAD_CHUNKS if is_load else STORE_CHUNKS
         self._order = order

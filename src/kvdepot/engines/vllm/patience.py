@@ -1,9 +1,13 @@
 """The policies, with what vLLM lets a tier know: whether the pool is asked, and how long a load may take.
 
 vLLM tells a tier which requests were scheduled and when their chunks are computed, so prefill is measured as
-a request experiences it, batching included. A load is one job whose leading chunks are of use, and its
-request waits for it while others run. So its deadline is what reading is expected to take, twice over,
-or the slack, and never more than what its tokens would take to compute.
+a request experiences it, batching included. A load is one job: while any row of it is in use, none of its
+chunks is to be had, so that blocks that come earn nothing before the end. Its request waits for what
+reading is expected to take, twice over, or the slack, and never longer than its tokens take to compute.
+
+That is a bet. After a load that lost it, those that follow are only waited for as long as the slack
+allows, which may be less than any load takes: they go on without their requests, and what becomes of
+them says when loads are to be trusted again. So do probes.
 
 Used by the scheduler's thread alone; every call takes microseconds.
 """
@@ -20,6 +24,7 @@ from kvdepot.loads import FAULTS, reason_of, worst_of
 from kvdepot.metrics import Counters
 from kvdepot.plans import CostKeeper
 from kvdepot.policy.admission import AdmissionSettings
+from kvdepot.policy.breaker import Fault
 from kvdepot.policy.deadline import slack_of
 from kvdepot.policy.decide import Ask, Mode, Run
 from kvdepot.policy.policies import LoadTicket, Policies
@@ -34,14 +39,18 @@ log = logging.getLogger(__name__)
 _REQUESTS_MAX = 4096
 #: a load may take so many times as long as is expected at the slower end
 _DOUBT = 2.0
+#: a load that was waited for in vain is made good by half as many that come in time, at most
+_DISTRUST_MAX = 16
 
 
 class Wait(NamedTuple):
     """The answer to a load that vLLM wants."""
 
-    #: None: it is not made, and the request computes
+    #: seconds after which what has not come is given up; None: no load is made, and the request computes
     deadline_s: float | None
     is_probe: bool
+    #: seconds that the request waits; then it computes, and the load goes on without it
+    patience_s: float = math.inf
 
 
 class Decided(Protocol):
@@ -96,7 +105,13 @@ class Patience:
         self._refused: set[str] = set()
         self._costs = CostKeeper(self.policies, clock)
         self._has_recalled = False
-        self._open: list[tuple[LoadTicket, Decided]] = []
+        #: loads on their way, and how long their requests wait
+        self._open: list[tuple[LoadTicket, Decided, float]] = []
+        #: so many loads must come in time before one is waited for beyond the slack
+        self._distrust = 0
+        self._next_distrust = 1
+        #: loads that were waited for and came in time, since one did not
+        self._trusted = 0
 
     def may_load(self, request: str) -> bool:
         """Whether a request may load what it has in the pool: not while the storage is left alone."""
@@ -156,8 +171,11 @@ class Patience:
         if not math.isfinite(computing_s):
             return Wait(unknown_s, is_probe)
         slack_s = slack_of(computing_s)
+        if is_probe or self._distrust:
+            # more than computing takes would not be of use to the next request either
+            return Wait(min(computing_s, unknown_s), is_probe, slack_s)
         expected_s = cost.read_s(self.policies.tier, length_bytes, is_doubtful=True)
-        wait_s = slack_s if is_probe else max(slack_s, min(_DOUBT * expected_s, computing_s))
+        wait_s = max(slack_s, min(_DOUBT * expected_s, computing_s))
         return Wait(min(wait_s, unknown_s), is_probe)
 
     # what room in the host tier is compared by; see `kvdepot.engines.vllm.room.RoomCosts`
@@ -176,11 +194,11 @@ class Patience:
         seconds = self.policies.cost.prefill_s(tokens, position)
         return seconds if math.isfinite(seconds) else self._deadline_s(length_bytes)
 
-    def began(self, job: Decided, length_bytes: int, *, is_probe: bool) -> None:
+    def began(self, job: Decided, length_bytes: int, wait: Wait) -> None:
         """A load was made."""
         now_s = self._clock.monotonic_s()
-        ticket = self.policies.load_began(length_bytes, now_s, is_probe=is_probe)
-        self._open.append((ticket, job))
+        ticket = self.policies.load_began(length_bytes, now_s, is_probe=wait.is_probe)
+        self._open.append((ticket, job, wait.patience_s))
 
     def collect(self, pool: Tier | None) -> None:
         """Learn from the loads that are decided; what is known is kept with the pool, once it is open."""
@@ -190,7 +208,7 @@ class Patience:
         self._costs.remember(pool)
         for entry in [entry for entry in self._open if entry[1].is_decided]:
             self._open.remove(entry)
-            ticket, job = entry
+            ticket, job, patience_s = entry
             outcomes = set(job.outcomes)
             worst = worst_of(outcomes)
             fault = FAULTS[worst] if worst is not None else None
@@ -202,7 +220,11 @@ class Patience:
                 fault=fault,
                 is_unwanted=fault is None and outcomes != {Outcome.DONE},
             )
+            was_left = ended_s - ticket.began_s > patience_s
+            self._trust(fault, is_whole=outcomes == {Outcome.DONE}, was_left=was_left)
             reason = reason_of(worst) if worst is not None else None
+            if was_left:
+                reason = Reason.DEADLINE
             if reason is not None:
                 self._counters.add(f"reuse_ended_{reason.value}_total")
             if ticket.is_probe:
@@ -222,6 +244,21 @@ class Patience:
         if warning:
             log.warning("%s", warning)
         return bool(self.policies.write_only.verdict(misses).warning)
+
+    def _trust(self, fault: Fault | None, *, is_whole: bool, was_left: bool) -> None:
+        if fault is not None:
+            if not was_left:
+                # a request may have lost more than the slack; where that comes and goes, more is asked for
+                self._next_distrust = min(2 * self._next_distrust, _DISTRUST_MAX)
+                self._trusted = 0
+            self._distrust = self._next_distrust // 2
+        elif is_whole and self._distrust:
+            self._distrust -= 1
+        elif is_whole:
+            self._trusted += 1
+            if self._trusted >= _DISTRUST_MAX:
+                self._trusted = 0
+                self._next_distrust = max(self._next_distrust // 2, 1)
 
     def finished(self, request: str) -> None:
         """A request has ended."""

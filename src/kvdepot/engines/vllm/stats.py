@@ -45,7 +45,7 @@ ENGINE_GAUGES = {
     "index_bytes": "memory of the index and the write queue",
     "active_jobs": "loads and stores on their way",
     "write_only": "1 while next to nothing of what was stored ever comes back",
-    "late_blocks": "blocks whose load was given up and whose rows the storage still holds",
+    "late_blocks": "blocks of loads that nobody waits for any more and whose rows are still in use",
 }
 _LABEL = "method"
 #: vLLM asks in every step, and sends what it gets to another process

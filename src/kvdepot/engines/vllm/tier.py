@@ -42,7 +42,7 @@ from kvdepot.engines.vllm.identify import check_supported, files_of, group_kinds
 from kvdepot.engines.vllm.jobs import Ended, TierJobs
 from kvdepot.engines.vllm.moving import Moving
 from kvdepot.engines.vllm.opening import PoolOpening
-from kvdepot.engines.vllm.patience import Patience
+from kvdepot.engines.vllm.patience import Patience, Wait
 from kvdepot.engines.vllm.resets import Resets
 from kvdepot.engines.vllm.settings import parse_settings
 from kvdepot.engines.vllm.stats import TierStats, metric_definitions
@@ -389,11 +389,11 @@ class KvdepotTier(SecondaryTierManager):
         wait = self.patience.wait_for(transfer.req_context.req_id, chunks, tokens, size)
         if wait.deadline_s is None:
             return False
-        job = self.jobs.load(pool, transfer, blocks, wait.deadline_s)
-        self._began(job, size, is_probe=wait.is_probe)
+        job = self.jobs.load(pool, transfer, blocks, wait.deadline_s, patience_s=wait.patience_s)
+        self._began(job, size, wait)
         return True
 
     @fenced(lambda: None)
-    def _began(self, job: Moving, size: int, *, is_probe: bool) -> None:
+    def _began(self, job: Moving, size: int, wait: Wait) -> None:
         # a failure here must not refuse a load that has begun: it would end twice
-        self.patience.began(job, size, is_probe=is_probe)
+        self.patience.began(job, size, wait)
