@@ -108,7 +108,7 @@ def test_nobody_waits_for_the_part_of_a_late_load_that_has_come(tmp_path):
         rig.begin(ask)
         assert rig.hits(ask) is None
         assert barrier.wait_reached()
-        until(lambda: rig.hits(ask) is None and bool(rig.tier.jobs.late_keys))
+        assert eventually(lambda: rig.hits(ask) is None and bool(rig.tier.jobs.late_keys))
         # for vLLM the first two are on their way, as long as the job is
         assert rig.tier.counters.snapshot()["load_blocks_total"] == 2
         assert rig.tier.jobs.late_keys == set(ask.keys)
@@ -127,7 +127,7 @@ def test_a_load_that_nobody_waits_for_any_more_goes_on(tmp_path):
         barrier = plan.hold("read")
         ask = Ask("a", 4)
         rig.begin(ask)
-        until(lambda: rig.hits(ask) is None and bool(rig.tier.jobs.late_keys))
+        assert eventually(lambda: rig.hits(ask) is None and bool(rig.tier.jobs.late_keys))
         assert rig.tier.jobs.late_keys == set(ask.keys)
         barrier.open()
         rig.wait_idle()
