@@ -170,9 +170,8 @@ def test_a_request_aborted_in_mid_load_leaves_no_trace(tmp_path, model):
     }
     ask = {"seed": 1, "length": 600}
     first = run_engine(tmp_path, asks=[ask], **settings)
-    slow = {**settings, "read_s": 1.0}
     aborted = {**ask, "abort_after_s": 0.2}
-    then = run_engine(tmp_path, asks=[aborted, ask, {"seed": 2, "length": 600}], **slow)
+    then = run_engine(tmp_path, asks=[aborted, ask, {"seed": 2, "length": 600}], **settings)
     assert [answer.cached for answer in then.answers] == [576, 0]
     assert then.answers[0].tokens == first.answers[0].tokens
     assert set(then.loaded.items()) == set(first.stored.items())

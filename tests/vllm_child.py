@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 from typing import Any
@@ -33,9 +34,8 @@ from kvdepot.urls import distinct_roots  # noqa: E402
 STORED: dict[str, str] = {}
 LOADED: dict[str, str] = {}
 CONNECTORS: list[NotingConnector] = []
-#: seconds that each read takes, from settings
-DELAYS: list[float] = []
-PLAN = FaultPlan()
+#: what is wrong with the pool's disk, for tests that break it
+PLAN: list[FaultPlan] = []
 
 
 class AlwaysLoads(Patience):
@@ -85,12 +85,13 @@ class NotingTier(KvdepotTier):
             yield key.hex(), hashlib.sha256(row).hexdigest()
 
     def _open_pool(self, identity):
-        """With reads that a test may delay, where it asks for that."""
-        if not DELAYS:
+        """With reads that a test may delay or hold, where it asks for that."""
+        if not PLAN:
             return super()._open_pool(identity)
         self._digest = identity.digest()
         disks = [
-            FaultDisk(LocalDisk(url.path), PLAN) for url in distinct_roots(self.settings.pool.urls)
+            FaultDisk(LocalDisk(url.path), PLAN[0])
+            for url in distinct_roots(self.settings.pool.urls)
         ]
         return PoolTier.open(self.settings.pool, identity, disks=disks, counters=self.counters)
 
@@ -136,9 +137,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    if "read_s" in settings:
-        DELAYS.append(settings["read_s"])
-        PLAN.delay("read", settings["read_s"])
+    if "read_s" in settings or any("abort_after_s" in ask for ask in settings["asks"]):
+        PLAN.append(FaultPlan())
+        PLAN[0].delay("read", settings.get("read_s", 0.0))
     began_s = time.monotonic()
     llm = LLM(
         model=settings["model"],
@@ -171,7 +172,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
             }
             for done in llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
         ]
-        time.sleep(ask.get("pause_s", 0))
+        if "pause_s" in ask:
+            time.sleep(ask["pause_s"])
+            wait_until_quiet()
     found: dict[str, Any] = {"answers": answers, "ready_s": ready_s}
     for connector in CONNECTORS:
         for tier in connector.tiers:
@@ -188,18 +191,34 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     return {**found, "stored": STORED, "loaded": LOADED}
 
 
+def wait_until_quiet() -> None:
+    """Until nothing of the requests so far is still to be done beside the engine."""
+    give_up_s = time.monotonic() + 60
+    for connector in CONNECTORS:
+        for tier in connector.tiers:
+            if tier.pool is not None:
+                wait_until_stored(tier)
+        while (check := connector._adapters._last) is not None and not check.is_over:
+            assert time.monotonic() < give_up_s, "nobody looks at an adapter's files"
+            time.sleep(0.01)
+
+
 def wait_until_stored(tier: KvdepotTier) -> None:
     """Until all stores are in the pool; loads may hang."""
-    give_up_s = time.monotonic() + 30
+    give_up_s = time.monotonic() + 60
     while not all(job.is_settled for job in tier.jobs._moving.values() if not job.is_load):
         assert time.monotonic() < give_up_s, "a store does not end"
         time.sleep(0.01)
     assert tier.pool is not None
-    assert tier.pool.drain(30)
+    assert tier.pool.drain(60)
 
 
 def abort(llm: Any, given: Any, sampling: Any, after_s: float) -> None:
-    """Begin a request and take it back while its blocks are being loaded."""
+    """Begin a request and take it back while its blocks are being loaded.
+
+    What was being read then goes on a little later, beside the next request.
+    """
+    PLAN[0].hold("read")
     engine = llm.llm_engine
     (tier,) = CONNECTORS[-1].tiers
     engine.add_request("to be aborted", given, sampling)
@@ -213,6 +232,7 @@ def abort(llm: Any, given: Any, sampling: Any, after_s: float) -> None:
     assert len(tier.jobs), "the load is over already"
     (number,) = engine.output_processor.request_states
     engine.abort_request([number], internal=True)
+    threading.Timer(0.5, PLAN[0].clear).start()  # lets go of what is held
 
 
 def metrics() -> dict[str, float]:
