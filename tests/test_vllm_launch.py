@@ -232,6 +232,23 @@ def test_engines_that_are_compared_compute_on_as_many_cores():
     assert equal_cores(VllmArguments(()), {"VLLM_CPU_OMP_THREADS_BIND": "0-3"}) == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "dtype"), [((), "float32"), (("--dtype=bfloat16",), "bfloat16")]
+)
+def test_answers_of_engines_that_are_compared_do_not_depend_on_how_a_prompt_is_cut(
+    tmp_path, monkeypatch, given, dtype
+):
+    from kvdepot.cli.bench import Target, _vllm_arms
+
+    monkeypatch.setattr(installed, "need_vllm", lambda: InstalledVllm("vllm-cpu", "0.32.0"))
+    arms = _vllm_arms(Target(model="m", vllm_argument=given), tmp_path / "pool", GIB)
+    assert len(arms) == 3
+    for arm in arms:
+        command = [part for each in arm.command for part in each.split("=", 1)]
+        assert command.count("--dtype") == 1
+        assert command[command.index("--dtype") + 1] == dtype
+
+
 def test_the_kv_cache_takes_a_quarter_of_the_memory_at_most_and_a_gib_at_least():
     space = "VLLM_CPU_KVCACHE_SPACE"
     assert defaults(request_bytes=100 * GIB).environment[space] == "16"

@@ -333,6 +333,10 @@ def _vllm_arms(target: Target, pool: Path, host_bytes: int) -> list[Arm]:
     fs_spec: dict[str, object] = {"spec_name": "TieringOffloadingSpec"}
     arguments, environment = target.vllm_argument, {}
     if vllm.is_cpu:
+        if not VllmArguments(arguments).has("dtype"):
+            # in 16 bits, other roundings of a prompt that is computed in two parts make other answers, with
+            # any tier and with none, and no answer could be held against recomputing (G7)
+            arguments = (*arguments, "--dtype", "float32")
         # what kvdepot serve would choose for its own arm holds for all: same type, same threads
         given = VllmArguments(arguments)
         chosen = cpu_defaults(given, os.environ, this_machine(), request_bytes=0)
