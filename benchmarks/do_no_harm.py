@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from common import WorkFolder, environment, parser, percentile, report
+from common import WorkFolder, environment, paired_ratio, parser, percentile, report
 from fake_engine import BLOCK_BYTES, Answer, FakeEngine, Prompt, prefill_s
 
 BLOCKS = 48
@@ -28,6 +28,8 @@ MIB = 1 << 20
 _ALL_VERBS = ("open", "read", "create", "write", "publish", "files", "touch", "truncate", "space")
 _RECOVERY_S_MAX = 30.0
 _HANG_S = 30.0
+#: loads of 17 ms: noise of a percent needs hundreds
+_POLICY_TURNS = 40
 
 
 @contextmanager
@@ -217,20 +219,15 @@ def policies_cost(folder: Path, prompts: list[Prompt], rounds: int) -> dict[str,
             engine.ask(prompt)
         assert engine.depot is not None
         engine.depot.drain(30)
-    for turn in range(rounds * 3):
+    for turn in range(rounds * _POLICY_TURNS):
         for prompt in prompts:
             names: list[Literal["on", "off"]] = ["on", "off"]
             for name in names if turn % 2 else names[::-1]:
                 samples[name].append(engines[name].ask(prompt).ttft_s)
     for engine in engines.values():
         engine.close()
-    return {
-        "on_p50_s": round(statistics.median(samples["on"]), 5),
-        "off_p50_s": round(statistics.median(samples["off"]), 5),
-        "ratio_p50": round(statistics.median(samples["on"]) / statistics.median(samples["off"]), 3),
-        "ratio_p95": round(percentile(samples["on"], 0.95) / percentile(samples["off"], 0.95), 3),
-        "n": len(samples["on"]),
-    }
+    rows = [([off], [on]) for off, on in zip(samples["off"], samples["on"], strict=True)]
+    return {"p50": paired_ratio(rows, 0.5), "p95": paired_ratio(rows, 0.95)}
 
 
 def partial(folder: Path, prompts: list[Prompt], rounds: int) -> dict[str, Any]:
