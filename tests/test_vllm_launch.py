@@ -232,9 +232,7 @@ def test_engines_that_are_compared_compute_on_as_many_cores():
     assert equal_cores(VllmArguments(()), {"VLLM_CPU_OMP_THREADS_BIND": "0-3"}) == {}
 
 
-@pytest.mark.parametrize(
-    ("given", "dtype"), [((), "float32"), (("--dtype=bfloat16",), "bfloat16")]
-)
+@pytest.mark.parametrize(("given", "dtype"), [((), "float32"), (("--dtype=bfloat16",), "bfloat16")])
 def test_answers_of_engines_that_are_compared_do_not_depend_on_how_a_prompt_is_cut(
     tmp_path, monkeypatch, given, dtype
 ):
