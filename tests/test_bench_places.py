@@ -99,5 +99,9 @@ def test_lines_of_an_engines_log_are_kept_without_folders():
     "path", sorted(EXAMPLES.rglob("*.json*")), ids=lambda path: f"{path.parent.name}-{path.name}"
 )
 def test_the_examples_in_the_documents_name_no_folders(path):
-    for line in path.read_text(encoding="utf-8").splitlines():
-        assert without_folders(line) == line
+    lines = path.read_bytes().splitlines() if path.suffix == ".jsonl" else [path.read_bytes()]
+    for line in lines:
+        row = msgspec.json.decode(line)
+        row.pop("output", None)  # what a model says is about folders of its document
+        text = msgspec.json.encode(row).decode()
+        assert without_folders(text) == text
