@@ -9,7 +9,6 @@ root. Started by ``do_no_harm.py --engine vllm``.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import subprocess
 import sys
@@ -21,10 +20,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import paired_ratio
-from vllm_engine import ENGINE_BLOCK_TOKENS, TOKEN_BYTES, Answer, Ask, Engine, calls_of
+from vllm_engine import (
+    ENGINE_BLOCK_TOKENS,
+    TOKEN_BYTES,
+    Answer,
+    Ask,
+    Engine,
+    calls_of,
+    wait_until_stored,
+)
 
-from kvdepot.bench.settling import stands_still
-from kvdepot.clock import SystemClock
 from kvdepot.io.models import small_model
 from kvdepot.testing.fusemount import FaultMount, MountFaults, why_not
 
@@ -113,7 +118,7 @@ class Pair:
             self.both(-1 - turn)
         for document in range(DOCUMENTS):
             self.both(document)
-        asyncio.run(stands_still(str(behind), SystemClock()))
+        wait_until_stored(behind)
 
     def both(self, document: int) -> tuple[Answer, Answer]:
         """One prompt, without the tier and with it.

@@ -10,6 +10,7 @@ same copies, chunks and host tier. The benchmark's own process needs no vLLM. No
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import os
@@ -23,12 +24,23 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from kvdepot.bench.settling import stands_still
+from kvdepot.clock import SystemClock
 from kvdepot.engines.vllm import CONNECTOR, CPU_SPEC, TIER
 from kvdepot.engines.vllm.arguments import VllmArguments
 from kvdepot.engines.vllm.cpudefaults import equal_cores
 from kvdepot.io.models import small_model
 
-__all__ = ["ARMS", "ENGINE_BLOCK_TOKENS", "TOKEN_BYTES", "Answer", "Ask", "Engine", "calls_of"]
+__all__ = [
+    "ARMS",
+    "ENGINE_BLOCK_TOKENS",
+    "TOKEN_BYTES",
+    "Answer",
+    "Ask",
+    "Engine",
+    "calls_of",
+    "wait_until_stored",
+]
 
 ARMS = ("none", "fs", "kvdepot")
 #: tokens at a prompt's end that differ from question to question
@@ -151,6 +163,11 @@ class Engine:
             said = self._log.read_text(errors="replace")
             raise RuntimeError(f"the engine of arm {self.arm} has ended:\n{said[-4000:]}")
         return json.loads(line)
+
+
+def wait_until_stored(place: Path) -> None:
+    """Block until what an engine has stored below a folder stands still."""
+    asyncio.run(stands_still(str(place), SystemClock()))
 
 
 def calls_of(counted: Sequence[dict[str, float]]) -> dict[str, float]:

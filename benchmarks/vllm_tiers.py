@@ -15,7 +15,6 @@ take turns, forwards and backwards (ABBA), and every engine is a process of its 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import shutil
 import statistics
@@ -26,10 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import WorkFolder, environment, paired_ratio, parser, report, summary
-from vllm_engine import ARMS, TOKEN_BYTES, Answer, Ask, Engine, calls_of
+from vllm_engine import ARMS, TOKEN_BYTES, Answer, Ask, Engine, calls_of, wait_until_stored
 
-from kvdepot.bench.settling import stands_still
-from kvdepot.clock import SystemClock
 from kvdepot.io.filesystem import file_sizes
 from kvdepot.io.models import small_model
 from kvdepot.units import GIB, MIB
@@ -118,7 +115,7 @@ def first_asks(folder: Path, repeats: int) -> dict[str, Any]:
             for arm in _in_turn(turn):
                 fresh = [Ask(10_000 + turn, 0, n) for n in LENGTHS]
                 asked[arm].append(engines[arm].ask_each(fresh))
-                _wait_until_stored(engines[arm].place)
+                wait_until_stored(engines[arm].place)
                 times = [round(answer.ttft_s, 3) for answer in asked[arm][-1]]
                 print(
                     f"first asks {turn + 1}/{repeats} {arm}: {times}", file=sys.stderr, flush=True
@@ -188,7 +185,7 @@ def one_engine(
         warm_up(engine)
         back, fresh = engine.ask_each(follow_ups), engine.ask_each(first_asks)
         crowded = engine.ask(at_once, answer_tokens=1) if at_once else []
-        _wait_until_stored(place)
+        wait_until_stored(place)
         sizes = file_sizes(place)
         return Run(
             follow_ups=back,
@@ -211,11 +208,7 @@ def warm_up(engine: Engine) -> None:
     for tokens in (256, max(LENGTHS), max(LENGTHS)):
         # nobody else's document: what an engine before this one stored would be loaded
         engine.ask([Ask(-next(_warm_up_documents), 0, tokens)], answer_tokens=4)
-    _wait_until_stored(engine.place)
-
-
-def _wait_until_stored(place: Path) -> None:
-    asyncio.run(stands_still(str(place), SystemClock()))
+    wait_until_stored(engine.place)
 
 
 # the figures

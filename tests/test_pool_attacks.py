@@ -34,6 +34,7 @@ from kvdepot.testing.simclock import FakeClock
 from kvdepot.testing.toy import ToyEngine
 from kvdepot.tiers import Job, Outcome, Read
 from tests.pool_rig import VERBS, ask, find_blocks, pool_config, put, segment_files
+from tests.tries import eventually
 
 BLOCK_BYTES = 8192
 
@@ -276,13 +277,15 @@ def test_stores_go_to_the_other_root_while_one_hangs(two_roots, engine):
         stores.append(tier.store(engine.writes(engine.prompt(100 + n, 2))))
         stores[-1].wait_settled(0.2)  # so that each is a run of its own
     # the first root's two threads, with a run each
-    wait_until(lambda: sum(not store.is_settled for store in stores) <= 2)
+    assert eventually(lambda: sum(not store.is_settled for store in stores) <= 2)
     late = tier.store(engine.writes(engine.prompt(99, 2)))
     assert late.wait_settled(60)
     assert set(late.outcomes) == {Outcome.DONE}
     listed = two_roots.plans[1].counts["files"]
-    wait_until(lambda: two_roots.plans[1].counts["files"] > listed + 3)  # house is kept there
-    wait_until(lambda: tier.lookup(engine.keys(engine.prompt(99, 2))) == 2)
+    assert eventually(
+        lambda: two_roots.plans[1].counts["files"] > listed + 3
+    )  # house is kept there
+    assert eventually(lambda: tier.lookup(engine.keys(engine.prompt(99, 2))) == 2)
     two_roots.plans[0].clear()
     assert tier.drain(60)
 
@@ -318,7 +321,7 @@ def test_drain_does_not_wait_for_what_others_store_later(engine):
     drained = []
     drainer = threading.Thread(target=lambda: drained.append(queue.drain(60)))
     drainer.start()
-    wait_until(lambda: queue.wait(lambda: 0.001)[1])
+    assert eventually(lambda: queue.wait(lambda: 0.001)[1])
     later = take(2)
     queue.arrive(earlier)
     drainer.join(60)
@@ -452,7 +455,7 @@ def test_space_that_comes_back_late_does_not_empty_the_pool(tmp_path, engine, fi
     assert set(store_now(tier, engine, 99)) == {Outcome.DROPPED}
     assert len(segment_files(tmp_path / "pool")) == 19
     disk.free_bytes += 1 << 20
-    wait_until(lambda: Outcome.DONE in store_now(tier, engine, 99))
+    assert eventually(lambda: Outcome.DONE in store_now(tier, engine, 99))
 
 
 def test_claims_that_exceed_the_capacity_evict_nothing(tmp_path, engine, filled):
@@ -485,10 +488,3 @@ def test_uses_in_the_future_do_not_keep_segments_for_ever(tmp_path, engine, fill
     kept = segment_files(tmp_path / "pool")
     assert len(set(old) - set(kept)) >= 1
     assert tier.lookup(engine.keys(engine.prompt(50, 4))) == 4
-
-
-def wait_until(is_so, timeout_s=60.0):
-    clock, end_s = SystemClock(), SystemClock().monotonic_s() + timeout_s
-    while not is_so():
-        assert clock.monotonic_s() < end_s, "it did not come to that"
-        threading.Event().wait(0.005)

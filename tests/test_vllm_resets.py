@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -11,16 +10,10 @@ import tests.needs_vllm  # noqa: F401  # isort: skip
 
 from kvdepot.engines.vllm import tier as tier_module
 from kvdepot.errors import PoolUnavailable
+from tests.tries import eventually
 from tests.vllm_rig import Ask, TierRig
 
 pytestmark = pytest.mark.vllm
-
-
-def until(is_so):
-    give_up_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
 
 
 def test_after_a_reset_nothing_is_shared_until_the_files_are_found_unchanged(
@@ -36,7 +29,7 @@ def test_after_a_reset_nothing_is_shared_until_the_files_are_found_unchanged(
         assert rig.take(Ask("a", 4)) == 0
         rig.put(Ask("b", 4))
         rig.tier.resume()
-        until(lambda: rig.tier.pool is not None)
+        assert eventually(lambda: rig.tier.pool is not None)
         assert rig.take(Ask("a", 4)) == 4
         rig.forget_host()
         assert rig.take(Ask("b", 4)) == 0, "it was kept while the weights may have been others"
@@ -44,7 +37,7 @@ def test_after_a_reset_nothing_is_shared_until_the_files_are_found_unchanged(
         rig.tier.resets.note()
         files[0] = "exchanged"
         rig.tier.resume()
-        until(lambda: "files have changed" in caplog.text)
+        assert eventually(lambda: "files have changed" in caplog.text)
         rig.forget_host()
         assert rig.take(Ask("a", 4)) == 0
         rig.tier.resume()
@@ -68,10 +61,10 @@ def test_a_look_that_began_before_a_reset_does_not_end_it(tmp_path, monkeypatch)
         rig.tier.resets.note()
         assert rig.tier.resets.counts == {"resets_total": 2, "resets_checked_total": 0}
         go_on.set()
-        until(lambda: not rig.tier.resets.is_looking)
+        assert eventually(lambda: not rig.tier.resets.is_looking)
         assert rig.tier.pool is None
         rig.tier.resume()
-        until(lambda: rig.tier.pool is not None)
+        assert eventually(lambda: rig.tier.pool is not None)
         assert rig.tier.get_stats() is not None
         assert rig.tier.stats.counts["resets_checked_total"] == 2
         rig.tier.resets.note(for_good=True)
@@ -94,7 +87,7 @@ def test_files_that_cannot_be_looked_at_are_looked_at_again(tmp_path, monkeypatc
         rig.tier._files = "as loaded"
         rig.tier.resets.note()
         rig.tier.resume()
-        until(lambda: not rig.tier.resets.is_looking)
+        assert eventually(lambda: not rig.tier.resets.is_looking)
         assert rig.tier.pool is None
         rig.tier.resume()
-        until(lambda: rig.tier.pool is not None)
+        assert eventually(lambda: rig.tier.pool is not None)

@@ -13,7 +13,7 @@ from kvdepot.errors import PoolError
 from kvdepot.io.buffers import ALIGNMENT, HostBuffer
 from kvdepot.io.filesystem import drop_cached_pages
 from kvdepot.io.localdisk import LocalDisk
-from kvdepot.units import MIB
+from kvdepot.units import MIB, ceil_div
 
 __all__ = ["DEPTHS", "ReadRates", "read_rates"]
 
@@ -63,7 +63,7 @@ def read_rates(
     Returns:
         None where the files are less than a MiB together, or cannot be read.
     """
-    units = list(itertools.islice(_units(sizes, unit_bytes), -(-bytes_max // unit_bytes)))
+    units = list(itertools.islice(_units(sizes, unit_bytes), ceil_div(bytes_max, unit_bytes)))
     if sum(min(unit_bytes, sizes[unit.name] - unit.offset) for unit in units) < _BYTES_MIN:
         return None
     try:

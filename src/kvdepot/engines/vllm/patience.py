@@ -39,8 +39,10 @@ log = logging.getLogger(__name__)
 _REQUESTS_MAX = 4096
 #: a load may take so many times as long as is expected at the slower end
 _DOUBT = 2.0
-#: a load that was waited for in vain is made good by half as many that come in time, at most
-_DISTRUST_MAX = 16
+#: a load that was waited for in vain is made good by so many that come in time, at most
+_DISTRUST_MAX = 8
+#: so many that were waited for and came in time halve what the next such load is made good by
+_TRUSTED = 16
 
 
 class Wait(NamedTuple):
@@ -109,7 +111,8 @@ class Patience:
         self._open: list[tuple[LoadTicket, Decided, float]] = []
         #: so many loads must come in time before one is waited for beyond the slack
         self._distrust = 0
-        self._next_distrust = 1
+        #: what that was when a load had been waited for in vain last
+        self._last_distrust = 0
         #: loads that were waited for and came in time, since one did not
         self._trusted = 0
 
@@ -245,21 +248,6 @@ class Patience:
             log.warning("%s", warning)
         return bool(self.policies.write_only.verdict(misses).warning)
 
-    def _trust(self, fault: Fault | None, *, is_whole: bool, was_left: bool) -> None:
-        if fault is not None:
-            if not was_left:
-                # a request may have lost more than the slack; where that comes and goes, more is asked for
-                self._next_distrust = min(2 * self._next_distrust, _DISTRUST_MAX)
-                self._trusted = 0
-            self._distrust = self._next_distrust // 2
-        elif is_whole and self._distrust:
-            self._distrust -= 1
-        elif is_whole:
-            self._trusted += 1
-            if self._trusted >= _DISTRUST_MAX:
-                self._trusted = 0
-                self._next_distrust = max(self._next_distrust // 2, 1)
-
     def finished(self, request: str) -> None:
         """A request has ended."""
         self._refused.discard(request)
@@ -267,3 +255,21 @@ class Patience:
         self._scheduled_s.pop(request, None)
         if request == self._probing:
             self._probing = None
+
+    # below
+
+    def _trust(self, fault: Fault | None, *, is_whole: bool, was_left: bool) -> None:
+        """Learn whether loads are to be waited for."""
+        if fault is not None:
+            if not was_left:
+                # a request may have lost more than the slack; where that comes and goes, more is asked for
+                self._last_distrust = min(max(2 * self._last_distrust, 1), _DISTRUST_MAX)
+                self._trusted = 0
+            self._distrust = self._last_distrust
+        elif is_whole and self._distrust:
+            self._distrust -= 1
+        elif is_whole:
+            self._trusted += 1
+            if self._trusted >= _TRUSTED:
+                self._trusted = 0
+                self._last_distrust //= 2
